@@ -1,0 +1,79 @@
+"""All configuration: the `args:` of serve_config.yaml as one frozen tree. Unknown fields are refused by name."""
+
+from pathlib import Path
+from typing import Literal
+
+from pydantic import BaseModel, ByteSize, ConfigDict, Field
+
+GIB = 1 << 30
+BLOCK_SIZE = 16  # tokens of one KV block
+
+
+class Section(BaseModel):
+    model_config = ConfigDict(frozen=True, extra="forbid", use_attribute_docstrings=True)
+
+
+class ModelArgs(Section):
+    id: str = "smollm2-135m"
+    """A bundled name, a folder in Hugging Face format, or a Hugging Face id."""
+    revision: str | None = None
+    """Branch, tag or commit of a Hugging Face id."""
+    dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
+    """auto: bfloat16 on a GPU, float32 on a CPU."""
+    max_total_tokens: int = Field(default=4096, ge=2)
+    """The most tokens one request may have, prompt and output; cut to what the model was made for."""
+    trust_remote_code: bool = False
+    """Whether code that comes with a checkpoint may run."""
+
+
+class KVCacheArgs(Section):
+    memory_fraction: float = Field(default=0.85, gt=0, lt=1)
+    """Share of a GPU's memory for weights, adapters and KV blocks together."""
+    cpu_bytes: ByteSize = Field(default=ByteSize(GIB), gt=0)
+    """Bytes for KV blocks on each rank when serving on a CPU."""
+    dtype: Literal["auto"] = "auto"
+    """auto: the model's dtype."""
+
+
+class SchedulerArgs(Section):
+    max_batch_tokens: int = Field(default=2048, ge=1)
+    """Tokens one step may compute, decodes and prefill chunks together."""
+    max_running: int = Field(default=256, ge=1)
+    """Sequences one step may hold."""
+    max_waiting: int = Field(default=1024, ge=1)
+    """Requests that may wait; beyond it a request is answered 429."""
+
+
+class AdapterArgs(Section):
+    default_source: Literal["local"] = "local"
+    """Where an adapter id is looked up when the request does not say."""
+    local_roots: list[Path] = [Path("adapters")]
+    """Folders that hold PEFT folders. A relative one counts from the folder of serve_config.yaml."""
+    gpu_bytes: ByteSize | Literal["auto"] = "auto"
+    """Bytes of the rank-page pool on each rank; auto: a tenth of the GPU, 1 GiB on a CPU."""
+
+
+class ApiKeyArgs(Section):
+    inference: str | None = None
+    """If set, every request but the health checks needs `Authorization: Bearer <key>`."""
+
+
+class ReplicaArgs(Section):
+    min_replicas: int = Field(default=1, ge=1)
+    max_replicas: int = Field(default=1, ge=1)
+    target_ongoing_requests: int = Field(default=128, ge=1)
+    """Ray Serve adds replicas above this many unfinished requests each."""
+
+
+class ServerArgs(Section):
+    model: ModelArgs = ModelArgs()
+    device: Literal["auto", "cuda", "cpu"] = "auto"
+    """auto: cuda where the cluster has GPUs."""
+    tensor_parallel_size: int = Field(default=1, ge=1)
+    """Ranks, one GPU each, that share one copy of the model."""
+    kv_cache: KVCacheArgs = KVCacheArgs()
+    scheduler: SchedulerArgs = SchedulerArgs()
+    adapters: AdapterArgs = AdapterArgs()
+    api_keys: ApiKeyArgs = ApiKeyArgs()
+    ingress: ReplicaArgs = ReplicaArgs(max_replicas=4, target_ongoing_requests=64)
+    driver: ReplicaArgs = ReplicaArgs()

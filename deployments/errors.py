@@ -1,0 +1,60 @@
+"""Every error a caller can see. One handler in the ingress maps them to HTTP.
+
+LorayError
+├── InvalidRequest       422 validation             the caller's mistake; says which field and why
+├── AdapterFailed        424 generation             the adapter can't be used; says which and why
+│   └── AdapterNotFound  424 generation             (404 model_not_found on /v1)
+├── Overloaded           429 overloaded             the queue is full; try again after `retry_after` seconds
+├── Incomplete           500 incomplete_generation  accepted, but could not be finished
+└── Unhealthy            503 healthcheck            no tokens can be made now
+"""
+
+from typing import ClassVar
+
+
+class LorayError(Exception):
+    status: ClassVar[int] = 500
+    error_type: ClassVar[str] = "incomplete_generation"
+
+    def __init__(self, message: str) -> None:
+        super().__init__(message)
+        self.message = message
+
+
+class InvalidRequest(LorayError):
+    status = 422
+    error_type = "validation"
+
+
+class AdapterFailed(LorayError):
+    status = 424
+    error_type = "generation"
+
+
+class AdapterNotFound(AdapterFailed):
+    pass
+
+
+class Overloaded(LorayError):
+    status = 429
+    error_type = "overloaded"
+    retry_after: ClassVar[int] = 1  # seconds
+
+
+class Incomplete(LorayError):
+    pass
+
+
+class Unhealthy(LorayError):
+    status = 503
+    error_type = "healthcheck"
+
+
+_BY_NAME: dict[str, type[LorayError]] = {
+    kind.__name__: kind for kind in (InvalidRequest, AdapterFailed, AdapterNotFound, Overloaded, Incomplete, Unhealthy)
+}
+
+
+def from_wire(name: str, message: str) -> LorayError:
+    """The error that crossed a process as (class name, message)."""
+    return _BY_NAME.get(name, Incomplete)(message)

@@ -1,0 +1,39 @@
+"""What ingress asks of the driver and what comes back, as plain values. Knows neither text nor tensors."""
+
+import msgspec
+
+from loray.models.step import Sampling
+
+
+class GenerationRequest(msgspec.Struct, frozen=True, kw_only=True):
+    """One sequence to generate. `output_ids` is what an earlier replica already made of it."""
+
+    request_id: str
+    prompt_ids: list[int]
+    output_ids: list[int] = []
+    max_new_tokens: int  # counts output_ids too
+    ignore_eos: bool = False
+    sampling: Sampling
+    adapter_id: str = ""  # "" = base model
+
+
+class TokenEvent(msgspec.Struct, frozen=True, array_like=True):
+    """Progress of one request. The first event has no tokens and says: accepted. The last has a finish_reason or an error."""
+
+    request_id: str
+    token_ids: list[int] = []
+    logprobs: list[float] = []
+    finish_reason: str = ""  # "length" | "eos_token"
+    error: str = ""  # class name in errors.py
+    message: str = ""  # its message
+
+    @property
+    def is_last(self) -> bool:
+        return bool(self.finish_reason or self.error)
+
+
+class ReplyAddress(msgspec.Struct, frozen=True):
+    """Where an ingress listens for tokens. Knowing `public_key` is what entitles a driver to speak there."""
+
+    endpoint: str
+    public_key: bytes

@@ -1,0 +1,74 @@
+"""What a rank is told to do in one step, and what it answers: plain values, no tensors, no torch.
+
+The driver keeps ids; each rank keeps, for every slot, the tokens, the block table and the number of computed tokens. So a
+decode costs a few bytes on the wire, and a sampled token feeds the next step without leaving the device.
+"""
+
+import msgspec
+
+
+class Sampling(msgspec.Struct, frozen=True, array_like=True):
+    """How one sequence picks its tokens."""
+
+    temperature: float = 0.0  # 0 = greedy
+    top_k: int = 0  # 0 = off
+    top_p: float = 1.0  # 1 = off
+    seed: int = 0  # 0 .. 2**63-1
+
+
+class Admission(msgspec.Struct, frozen=True, array_like=True):
+    """A sequence takes a slot. Whatever the slot held before is forgotten."""
+
+    slot: int
+    token_ids: list[int]  # prompt and everything generated so far
+    block_ids: list[int]  # blocks already filled for it (a cached prefix)
+    num_computed: int  # tokens in those blocks
+    page_ids: list[int]  # rank pages of its adapter, empty = base model
+    sampling: Sampling
+
+
+class Row(msgspec.Struct, frozen=True, array_like=True):
+    """One sequence's share of a step: its next num_tokens tokens."""
+
+    slot: int
+    num_tokens: int
+    new_block_ids: list[int]  # appended to the slot's block table before the step
+    samples: bool  # whether the last of these tokens yields a new one
+
+
+class AdapterLoad(msgspec.Struct, frozen=True, array_like=True):
+    """Fill these rank pages from this PEFT folder."""
+
+    path: str
+    page_ids: list[int]
+
+
+class Step(msgspec.Struct, frozen=True, array_like=True):
+    """Applied in this order: loads, admissions, rows."""
+
+    step_id: int
+    loads: list[AdapterLoad]
+    admissions: list[Admission]
+    rows: list[Row]
+
+
+class StepResult(msgspec.Struct, frozen=True, array_like=True):
+    """The new tokens of a step, one for each row that samples, in the order of its rows."""
+
+    step_id: int
+    token_ids: list[int]
+    logprobs: list[float]  # log-probability under the model's own, unwarped distribution
+
+
+class LoadReport(msgspec.Struct, frozen=True):
+    """What a rank knows once its weights are in memory; the driver sizes the pools from it."""
+
+    device: str
+    dtype: str
+    attention: str  # name of the attention backend
+    weight_bytes: int
+    load_seconds: float
+    block_bytes: int  # one KV block, all layers, this rank's heads
+    page_bytes: int  # one rank page, all targets, this rank's shards
+    free_bytes: int  # left on the GPU; 0 on a CPU
+    lora_shapes: dict[str, tuple[int, int]]  # module path -> (in_features, out_features) of the whole, unsharded layer
