@@ -1,7 +1,9 @@
 """Every error a caller can see. One handler in the ingress maps them to HTTP.
 
 LorayError
-├── InvalidRequest       422 validation             the caller's mistake; says which field and why
+├── InvalidRequest       422 validation             the caller's mistake; says which field and why (400 on /v1)
+│   └── TemplateError    422 template_error         the chat template can't write these messages
+├── Unauthorized         401 unauthorized           the API key is missing or wrong
 ├── AdapterFailed        424 generation             the adapter can't be used; says which and why
 │   └── AdapterNotFound  424 generation             (404 model_not_found on /v1)
 ├── Overloaded           429 overloaded             the queue is full; try again after `retry_after` seconds
@@ -24,6 +26,19 @@ class LorayError(Exception):
 class InvalidRequest(LorayError):
     status = 422
     error_type = "validation"
+
+    def __init__(self, message: str, param: str | None = None) -> None:
+        super().__init__(message)
+        self.param = param  # the field
+
+
+class TemplateError(InvalidRequest):
+    error_type = "template_error"
+
+
+class Unauthorized(LorayError):
+    status = 401
+    error_type = "unauthorized"
 
 
 class AdapterFailed(LorayError):

@@ -30,10 +30,3 @@ class TokenEvent(msgspec.Struct, frozen=True, array_like=True):
     @property
     def is_last(self) -> bool:
         return bool(self.finish_reason or self.error)
-
-
-class ReplyAddress(msgspec.Struct, frozen=True):
-    """Where an ingress listens for tokens. Knowing `public_key` is what entitles a driver to speak there."""
-
-    endpoint: str
-    public_key: bytes

@@ -41,6 +41,7 @@ class AdapterLoad(msgspec.Struct, frozen=True, array_like=True):
 
     path: str
     page_ids: list[int]
+    signature: str = ""  # of the files as they were validated; a rank that finds others refuses the load
 
 
 class Step(msgspec.Struct, frozen=True, array_like=True):
@@ -58,6 +59,7 @@ class StepResult(msgspec.Struct, frozen=True, array_like=True):
     step_id: int
     token_ids: list[int]
     logprobs: list[float]  # log-probability under the model's own, unwarped distribution
+    failed_loads: dict[int, str] = {}  # index in the step's loads -> reason; rows that use those pages are worthless
 
 
 class LoadReport(msgspec.Struct, frozen=True):

@@ -1,0 +1,56 @@
+# loray: `make serve` serves the bundled model on this machine; `make help` lists the rest.
+
+MODEL ?=
+TP ?=
+PORT ?=
+PYTHON ?= python3
+BIN := .venv/bin
+STAMP := .venv/.installed
+FOLDERS := deployments cluster models kernels
+SOURCES := $(FOLDERS) tests $(wildcard benchmarks examples)
+
+.DEFAULT_GOAL := help
+.PHONY: help serve test check lint bench soak venv clean
+
+help:  ## list these commands
+	@sed -n 's/^\([a-z]*\):.*## /\1\t/p' $(MAKEFILE_LIST) | expand -t 10
+	@echo
+	@echo "make serve MODEL=<bundled name, folder or Hugging Face id> TP=<ranks> PORT=<port>"
+
+# The recipe is one exec, so that the launcher itself gets the terminal's signals.
+serve: $(STAMP)  ## serve the model of serve_config.yaml here (MODEL= TP= PORT= override it); Ctrl-C ends it
+	@exec $(BIN)/loray serve $(if $(MODEL),--model '$(MODEL)') $(if $(TP),--tensor-parallel-size '$(TP)') $(if $(PORT),--port '$(PORT)')
+
+test: lint  ## lint, then every test but those for a GPU and the soak
+	@RAY_AUTH_MODE=disabled $(BIN)/python -m pytest -q -m "not gpu and not soak"
+
+check: lint  ## lint and the fast tests
+	@RAY_AUTH_MODE=disabled $(BIN)/python -m pytest -q -m "not slow and not gpu and not soak"
+
+lint: $(STAMP)  ## ruff and mypy
+	@$(BIN)/ruff format --quiet --check $(SOURCES)
+	@$(BIN)/ruff check --quiet $(SOURCES)
+	@MYPYPATH=.venv/src $(BIN)/mypy --no-error-summary -p loray
+
+bench: $(STAMP)  ## measure speed on this machine's CPU
+	@$(BIN)/python -m benchmarks.cpu
+
+soak: $(STAMP)  ## run for hours under load and faults
+	@RAY_AUTH_MODE=disabled $(BIN)/python -m pytest -q -m soak --timeout=0
+
+venv: $(STAMP)  ## make .venv with everything the other commands need
+
+# mypy reads files, not the editable install's import hook: .venv/src/loray shows it the folders under their package names.
+$(STAMP): pyproject.toml
+	@test -x $(BIN)/pip || { $(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' \
+	  || { echo "loray needs Python 3.11 or newer, and $(PYTHON) is not: name another with PYTHON=python3.12" >&2; exit 1; }; \
+	  echo "loray: making .venv" >&2; $(PYTHON) -m venv .venv; }
+	@echo "loray: installing into .venv (the first time takes minutes: torch and Ray are large)" >&2
+	@PIP_DISABLE_PIP_VERSION_CHECK=1 $(BIN)/python -m pip install --quiet --quiet -e '.[test]'
+	@mkdir -p .venv/src/loray
+	@for folder in $(FOLDERS); do ln -sfn ../../../$$folder .venv/src/loray/$$folder; done
+	@touch $@
+
+clean:  ## remove .venv, caches and build outputs; models fetched to ~/.cache/loray stay
+	@rm -rf .venv build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache
+	@find . -name __pycache__ -type d -prune -exec rm -rf {} +

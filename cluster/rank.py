@@ -1,0 +1,79 @@
+"""A Ray actor that owns one tensor-parallel rank: its shard of the weights, its KV blocks, its rank pages.
+
+Ray calls set it up; after `run` it listens to the driver's steps alone, and never returns.
+"""
+
+import logging
+import os
+import socket
+from pathlib import Path
+from typing import Literal
+
+import msgspec
+import ray
+
+from loray.cluster.channel import Address, StepReceiver
+from loray.cluster.heartbeat import start_rank_heartbeat
+from loray.models.step import LoadReport
+
+logger = logging.getLogger("loray.rank")
+
+
+class RankSpec(msgspec.Struct, frozen=True):
+    """What every rank of a group is told alike."""
+
+    model_path: str
+    device: Literal["cpu", "cuda"]
+    dtype: str
+    world_size: int
+    max_running: int
+    max_total_tokens: int
+    block_size: int
+    memory_fraction: float
+
+
+class Rank:
+    def __init__(self, rank: int, spec: RankSpec) -> None:
+        logging.basicConfig(level=logging.INFO, format=f"%(asctime)s rank {rank}: %(message)s", force=True)
+        self._rank = rank
+        self._spec = spec
+
+    def pid(self) -> int:
+        return os.getpid()
+
+    def rendezvous(self) -> tuple[str, int]:
+        """A free port on this node, where the ranks' collectives meet."""
+        node_ip = ray.util.get_node_ip_address()
+        with socket.create_server((node_ip, 0)) as server:
+            return node_ip, server.getsockname()[1]
+
+    def load(self, master: tuple[str, int]) -> LoadReport:
+        import torch
+
+        from loray.models.parallel import init_parallel
+        from loray.models.runner import Runner
+
+        spec = self._spec
+        if spec.device == "cpu":
+            torch.set_num_threads(max(1, (os.cpu_count() or 1) // spec.world_size))
+        device = torch.device("cuda", 0) if spec.device == "cuda" else torch.device("cpu")
+        parallel = init_parallel(self._rank, spec.world_size, master[0], master[1], device)
+        dtype = getattr(torch, spec.dtype)
+        self._runner = Runner(Path(spec.model_path), parallel, device, dtype, spec.max_running, spec.max_total_tokens, spec.block_size)
+        return self._runner.report(spec.memory_fraction)
+
+    def allocate(self, num_blocks: int, num_pages: int) -> None:
+        self._runner.allocate(num_blocks, num_pages)
+
+    def run(self, steps: Address, heartbeat: Address) -> None:
+        """Execute steps until the driver is gone."""
+        receiver = StepReceiver(steps)
+        start_rank_heartbeat(heartbeat, self._rank, self._exit)
+        while True:
+            result = self._runner.execute(receiver.receive())
+            if self._rank == 0:
+                receiver.reply(result)
+
+    def _exit(self) -> None:
+        logger.error("the driver is silent; exiting")
+        os._exit(1)

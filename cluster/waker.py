@@ -1,0 +1,24 @@
+"""Wakes a thread that waits on sockets, from any other thread."""
+
+import os
+
+
+class Waker:
+    def __init__(self) -> None:
+        self.fd, self._write_fd = os.pipe()
+        os.set_blocking(self.fd, False)
+        os.set_blocking(self._write_fd, False)
+
+    def wake(self) -> None:
+        """`fd` is readable from now on. Any thread may call this."""
+        try:
+            os.write(self._write_fd, b"\0")
+        except BlockingIOError:
+            pass  # the pipe is full of wake-ups already
+
+    def clear(self) -> None:
+        try:
+            while len(os.read(self.fd, 4096)) == 4096:
+                pass
+        except BlockingIOError:
+            pass  # nobody has called wake since

@@ -1,0 +1,26 @@
+"""What the HTTP side asks of whoever makes the tokens. Knows neither Ray nor text."""
+
+from collections.abc import AsyncGenerator
+from typing import Protocol
+
+from loray.deployments.request import GenerationRequest, TokenEvent
+
+
+class Backend(Protocol):
+    def generate(self, request: GenerationRequest) -> AsyncGenerator[TokenEvent, None]:
+        """Yields the accepted event, then tokens; the event with the last token carries the finish_reason. Raises a LorayError.
+
+        Closing or cancelling the generator aborts the request."""
+        ...
+
+    async def stats(self) -> dict[str, float]:
+        """Numbers of this moment, such as running, waiting, kv_blocks_used."""
+        ...
+
+    async def adapters(self) -> list[str]:
+        """Ids of the adapters that can be used now."""
+        ...
+
+    async def healthy(self) -> bool:
+        """Whether tokens can be made now."""
+        ...

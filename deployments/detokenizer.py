@@ -1,0 +1,40 @@
+"""Turns token ids into text as they come, whole characters only. Knows nothing of requests.
+
+tokenizers' DecodeStream is not used: it raises on byte-fallback vocabularies when the bytes are not valid UTF-8, and it has
+no way to ask for what it still holds at the end.
+"""
+
+from loray.deployments.tokenizer import Tokenizer
+
+BROKEN = "\ufffd"  # how the decoder writes bytes that are no character, or not yet
+
+
+class Detokenizer:
+    """The pieces, joined, are the decoded whole, less bytes at the end that never became a character."""
+
+    def __init__(self, tokenizer: Tokenizer) -> None:
+        self._tokenizer = tokenizer
+        # A token's text depends on the one before (leading spaces), so a window of two groups is decoded: what was already
+        # given out, as context, and what is new.
+        self._context_ids: list[int] = []
+        self._new_ids: list[int] = []
+        self._context_len = 0  # characters
+
+    def push(self, token_id: int) -> str:
+        """The text that became whole with this token; "" for a special token or within a character."""
+        if token_id in self._tokenizer.special_texts:
+            return ""
+        self._new_ids.append(token_id)
+        text = self._tokenizer.decode(self._context_ids + self._new_ids)
+        if len(text) <= self._context_len or text.endswith(BROKEN):
+            return ""
+        piece = text[self._context_len :]
+        self._context_ids, self._new_ids = self._new_ids, []
+        self._context_len = len(self._tokenizer.decode(self._context_ids))
+        return piece
+
+    def flush(self) -> str:
+        """What is left at the end of the sequence, less a cut character."""
+        text = self._tokenizer.decode(self._context_ids + self._new_ids)
+        self._new_ids = []
+        return text[self._context_len :].rstrip(BROKEN)

@@ -1,0 +1,124 @@
+"""An ingress replica's way to the drivers: one Serve call a request, its tokens over the token channel.
+
+When a driver replica is lost in the middle, the request goes on at another one: prompt and tokens so far are submitted again,
+and since sampling is a pure function of (seed, position), the stream continues with the very same tokens.
+"""
+
+import asyncio
+import logging
+from collections.abc import AsyncGenerator
+from typing import Any
+
+import msgspec
+import ray
+from ray.exceptions import RayError
+from ray.serve.handle import DeploymentHandle, DeploymentResponse
+
+from loray.deployments.errors import Incomplete, Unhealthy, from_wire
+from loray.deployments.request import GenerationRequest, TokenEvent
+from loray.deployments.token_channel import TokenReceiver
+
+logger = logging.getLogger("ray.serve.loray")
+
+ACCEPT_S = 180.0  # a replica that is being built must be there by then
+TAIL_S = 10.0  # between the end of the Serve call and the last token on the other channel
+ASK_S = 3.0  # for questions about health and numbers
+MAX_LOSSES = 3  # replicas lost in a row without a single new token
+
+
+class ReplicaLost(Exception):
+    """The driver replica died under a request. Never leaves this file."""
+
+
+class DriverClient:
+    def __init__(self, driver: DeploymentHandle) -> None:
+        self._driver = driver
+        self._events: dict[str, asyncio.Queue[TokenEvent | None]] = {}  # None: the Serve call has ended
+        self._receiver = TokenReceiver(ray.util.get_node_ip_address(), self._deliver)
+        self._receiving = asyncio.create_task(self._receiver.run())
+
+    async def generate(self, request: GenerationRequest) -> AsyncGenerator[TokenEvent, None]:
+        output_ids = list(request.output_ids)
+        is_accepted = False
+        losses = 0
+        while True:
+            attempt = msgspec.structs.replace(request, request_id=f"{request.request_id}.{losses}.{len(output_ids)}", output_ids=output_ids)
+            try:
+                async for event in self._attempt(attempt):
+                    if event.token_ids:
+                        output_ids = output_ids + event.token_ids
+                        losses = 0
+                    if event.token_ids or not is_accepted:
+                        is_accepted = True
+                        yield event
+                return
+            except ReplicaLost as loss:
+                losses += 1
+                logger.warning("request %s lost its replica after %d tokens: %s", request.request_id, len(output_ids), loss)
+                if losses >= MAX_LOSSES:
+                    raise Incomplete(f"{losses} replicas in a row were lost under this request") from loss
+
+    async def stats(self) -> dict[str, float]:
+        return await self._ask("stats")
+
+    async def adapters(self) -> list[str]:
+        return await self._ask("adapters")
+
+    async def healthy(self) -> bool:
+        return await self._ask("healthy")
+
+    async def _ask(self, method: str) -> Any:
+        try:
+            return await asyncio.wait_for(_result(getattr(self._driver, method).remote()), ASK_S)
+        except (RayError, TimeoutError) as error:
+            raise Unhealthy(f"no driver replica answers: {error}") from error
+
+    async def _attempt(self, request: GenerationRequest) -> AsyncGenerator[TokenEvent, None]:
+        """One request at one replica, to its last event."""
+        address = self._receiver.address
+        events = self._events[request.request_id] = asyncio.Queue()
+        response = self._driver.submit.remote(msgspec.msgpack.encode(request), address.endpoint, address.public_key)
+        call = asyncio.create_task(_result(response))
+        call.add_done_callback(lambda _: events.put_nowait(None))
+        wait_s: float | None = ACCEPT_S
+        is_done = False
+        try:
+            while not is_done:
+                try:
+                    event = await asyncio.wait_for(events.get(), wait_s)
+                except TimeoutError as error:
+                    raise Incomplete(f"no answer from the engine within {wait_s:.0f} s") from error
+                if event is None:
+                    _raise_if_lost(call)
+                    wait_s = TAIL_S
+                elif event.error:
+                    is_done = True
+                    raise from_wire(event.error, event.message)
+                else:
+                    wait_s = TAIL_S if call.done() else None
+                    is_done = event.is_last
+                    yield event
+        finally:
+            del self._events[request.request_id]
+            if not is_done:
+                response.cancel()
+                call.cancel()
+
+    def _deliver(self, event: TokenEvent) -> None:
+        events = self._events.get(event.request_id)
+        if events is not None:  # else the request was given up here and its last tokens were on their way
+            events.put_nowait(event)
+
+
+async def _result(response: DeploymentResponse) -> Any:
+    return await response
+
+
+def _raise_if_lost(call: asyncio.Task[Any]) -> None:
+    if call.cancelled():
+        raise ReplicaLost("its call was cancelled")
+    error = call.exception()
+    if isinstance(error, RayError):
+        raise ReplicaLost(str(error).splitlines()[0]) from error
+    if error:
+        raise Incomplete(f"the engine failed: {error}") from error

@@ -1,0 +1,81 @@
+"""How errors look on the wire: the native shape, and OpenAI's under /v1. Raises nothing, decides no outcome but the status."""
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from starlette.requests import Request
+from starlette.responses import JSONResponse
+
+from loray.deployments.errors import AdapterNotFound, InvalidRequest, LorayError, Overloaded, Unauthorized
+
+UNION_TAGS = {"str", "int", "float", "bool", "list", "dict"}  # how pydantic names the branches of a union in a location
+
+
+def native_body(error: LorayError) -> dict[str, Any]:
+    return {"error": error.message, "error_type": error.error_type}
+
+
+def openai_body(error: LorayError) -> dict[str, Any]:
+    kind, code, param = "server_error", None, None
+    if isinstance(error, InvalidRequest):
+        kind, param = "invalid_request_error", error.param
+    elif isinstance(error, AdapterNotFound):
+        kind, code, param = "invalid_request_error", "model_not_found", "model"
+    elif isinstance(error, Unauthorized):
+        kind, code = "invalid_request_error", "invalid_api_key"
+    elif isinstance(error, Overloaded):
+        kind, code = "overloaded", "rate_limit_exceeded"
+    elif error.status < 500:
+        kind, param = error.error_type, "model"
+    return {"error": {"message": error.message, "type": kind, "param": param, "code": code}}
+
+
+def openai_status(error: LorayError) -> int:
+    if isinstance(error, InvalidRequest):
+        return 400
+    return 404 if isinstance(error, AdapterNotFound) else error.status
+
+
+def is_openai(request: Request) -> bool:
+    return request.url.path.removeprefix(request.scope.get("root_path", "")).startswith("/v1/")
+
+
+def response(request: Request, error: LorayError) -> JSONResponse:
+    if is_openai(request):
+        return JSONResponse(openai_body(error), openai_status(error), _headers(error))
+    return JSONResponse(native_body(error), error.status, _headers(error))
+
+
+def _headers(error: LorayError) -> dict[str, str]:
+    if isinstance(error, Overloaded):
+        return {"Retry-After": str(error.retry_after)}
+    return {"WWW-Authenticate": "Bearer"} if isinstance(error, Unauthorized) else {}
+
+
+def invalid_request(errors: Sequence[Mapping[str, Any]]) -> InvalidRequest:
+    """Of pydantic's errors: every field that is wrong, and why. The first is the `param`."""
+    reasons: dict[str, str] = {}
+    for error in errors:
+        reasons.setdefault(_field(error), _reason(error))
+    message = "; ".join(f"{name}: {reason}" if name else reason for name, reason in reasons.items())
+    return InvalidRequest(message, param=next(iter(reasons)) or None)
+
+
+def _field(error: Mapping[str, Any]) -> str:
+    *path, last = [str(part) for part in error["loc"]] or [""]
+    parts = [part for part in path if not _is_union_tag(part)]
+    if error["type"] == "extra_forbidden" or not _is_union_tag(last):
+        parts.append(last)
+    return ".".join(parts).encode("utf-8", "backslashreplace").decode()  # an unknown field's name may be anything
+
+
+def _is_union_tag(part: str) -> bool:
+    return part in UNION_TAGS or "[" in part
+
+
+def _reason(error: Mapping[str, Any]) -> str:
+    if error["type"] == "extra_forbidden":
+        return "unknown field"
+    if error["type"] == "value_error":
+        return str(error["ctx"]["error"])
+    return error["msg"][0].lower() + error["msg"][1:]

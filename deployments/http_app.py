@@ -1,0 +1,103 @@
+"""Puts the doors together: routes, health, metrics, and one error handler that speaks each API's shape. Knows nothing of Ray."""
+
+import http
+import logging
+from typing import Any
+
+from fastapi import FastAPI, Request, Response
+from fastapi.exceptions import RequestValidationError
+from fastapi.responses import JSONResponse
+from prometheus_client import CONTENT_TYPE_LATEST
+from starlette.exceptions import HTTPException
+
+from loray.deployments import error_shapes, native, openai
+from loray.deployments.errors import Incomplete, InvalidRequest, LorayError
+from loray.deployments.middleware import KeyCheck, RequestCounter
+from loray.deployments.service import Service
+
+logger = logging.getLogger(__name__)
+
+
+def make_app(service: Service) -> FastAPI:
+    app = FastAPI(title="loray", description="One base model, thousands of LoRA adapters.", version=str(service.info()["version"]))
+    _add_error_handlers(app)
+    app.include_router(native.make_router(service))
+    app.include_router(openai.make_router(service))
+    _add_health(app, service)
+    _add_descriptions(app, service)
+    app.add_middleware(KeyCheck, key=service.args.api_keys.inference)
+    app.add_middleware(RequestCounter, metrics=service.metrics)  # outermost: counts refusals too
+    return app
+
+
+def _add_error_handlers(app: FastAPI) -> None:
+    @app.exception_handler(LorayError)
+    async def on_loray_error(request: Request, error: LorayError) -> Response:
+        return error_shapes.response(request, error)
+
+    @app.exception_handler(RequestValidationError)
+    async def on_invalid(request: Request, error: RequestValidationError) -> Response:
+        return error_shapes.response(request, _invalid_body(request, error))
+
+    @app.exception_handler(HTTPException)
+    async def on_http_error(request: Request, error: HTTPException) -> Response:
+        if error.status_code == 400:  # FastAPI could not read the body as JSON text at all
+            return error_shapes.response(request, InvalidRequest(f"the body is not valid JSON: {error.detail}"))
+        return _routing_error(request, error)
+
+    @app.exception_handler(Exception)
+    async def on_bug(request: Request, error: Exception) -> Response:
+        logger.error("%s %s failed", request.method, request.url.path, exc_info=error)
+        return error_shapes.response(request, Incomplete("internal error"))
+
+
+def _invalid_body(request: Request, error: RequestValidationError) -> InvalidRequest:
+    errors = [{**one, "loc": tuple(one["loc"])[1:]} for one in error.errors()]  # the first part is "body", "path" or "query"
+    first = errors[0]
+    if first["type"] == "json_invalid":
+        return InvalidRequest(f"the body is not valid JSON: {first['ctx']['error']} at character {first['loc'][0]}")
+    media_type = request.headers.get("content-type", "")
+    if not first["loc"] and "json" not in media_type:
+        return InvalidRequest(f"the body must be JSON, sent with Content-Type: application/json, not {media_type!r}")
+    return error_shapes.invalid_request(errors)
+
+
+def _routing_error(request: Request, error: HTTPException) -> Response:
+    """An unknown path or method."""
+    phrase = http.HTTPStatus(error.status_code).phrase
+    message = f"{request.method} {request.url.path}: {phrase.lower()}"
+    body: dict[str, Any] = {"error": message, "error_type": phrase.lower().replace(" ", "_")}
+    if error_shapes.is_openai(request):
+        body = {"error": {"message": message, "type": "invalid_request_error", "param": None, "code": None}}
+    return JSONResponse(body, error.status_code, error.headers)
+
+
+def _add_health(app: FastAPI, service: Service) -> None:
+    @app.get("/", tags=["health"])
+    @app.get("/health", tags=["health"])
+    @app.get("/ping", tags=["health"])
+    async def health() -> Response:
+        """200 when tokens can be made, else 503."""
+        await service.check_health()
+        return Response()
+
+    @app.get("/startup", tags=["health"])
+    async def startup() -> Response:
+        """200 once a real generation has worked."""
+        await service.check_started()
+        return Response()
+
+
+def _add_descriptions(app: FastAPI, service: Service) -> None:
+    @app.get("/info", tags=["description"])
+    async def info() -> dict[str, Any]:
+        """The model and the limits."""
+        return service.info()
+
+    @app.get("/metrics", tags=["description"], response_model=None)
+    async def metrics(request: Request) -> Response:
+        """Prometheus text, or JSON if asked for. One ingress replica answers, for itself and for the driver."""
+        stats = await service.driver_stats()
+        if "application/json" in request.headers.get("accept", ""):
+            return JSONResponse(service.metrics.families(stats))
+        return Response(service.metrics.text(stats), media_type=CONTENT_TYPE_LATEST)

@@ -1,0 +1,39 @@
+"""The deployment that speaks HTTP and Python handles: text in, text out. All CPU work of a request scales here."""
+
+import asyncio
+from collections.abc import AsyncIterator
+from typing import Any
+
+from fastapi import FastAPI
+from ray import serve
+from ray.serve.handle import DeploymentHandle
+
+from loray.deployments.config import ServerArgs
+from loray.deployments.driver_client import DriverClient
+from loray.deployments.http_app import make_app
+from loray.deployments.native import NativeApi
+from loray.deployments.service import Service
+from loray.deployments.tokenizer import Tokenizer
+from loray.models.checkpoint import resolve_model
+
+
+@serve.ingress()
+class Ingress:
+    """`generate` and `generate_stream` are for `serve.get_app_handle`; they take the body of POST /generate."""
+
+    async def __init__(self, driver: DeploymentHandle, args: ServerArgs) -> None:
+        folder = await asyncio.to_thread(resolve_model, args.model.id, args.model.revision)
+        tokenizer = await asyncio.to_thread(Tokenizer.load, folder, args.model.trust_remote_code)
+        facts = await driver.info.remote()
+        self._service = Service(args, tokenizer, DriverClient(driver), facts["max_total_tokens"], facts)
+        self._native = NativeApi(self._service)
+
+    def __serve_build_asgi_app__(self) -> FastAPI:
+        return make_app(self._service)
+
+    async def generate(self, body: dict[str, Any]) -> dict[str, Any]:
+        return await self._native.generate(body)
+
+    async def generate_stream(self, body: dict[str, Any]) -> AsyncIterator[dict[str, Any]]:
+        async for event in self._native.generate_stream(body):
+            yield event

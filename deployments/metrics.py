@@ -1,0 +1,84 @@
+"""Prometheus metrics of one ingress replica, plus the driver's numbers at scrape time. Knows no routes."""
+
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from prometheus_client import CollectorRegistry, Counter, Histogram, generate_latest
+from prometheus_client.core import GaugeMetricFamily, Metric
+from prometheus_client.registry import Collector
+
+from loray.deployments.generation import Generation
+
+LATENCY_BUCKETS = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120)  # seconds
+TOKEN_BUCKETS = (0.001, 0.0025, 0.005, 0.01, 0.02, 0.03, 0.05, 0.075, 0.1, 0.2, 0.5, 1)  # seconds
+
+
+def adapter_kind(adapter_id: str) -> str:
+    """A label with two values: thousands of adapter ids would be thousands of series."""
+    return "adapter" if adapter_id else "base"
+
+
+class Metrics:
+    def __init__(self) -> None:
+        self._registry = CollectorRegistry()
+        self._driver = _DriverGauges()
+        self._registry.register(self._driver)
+        self._requests = self._counter("requests", "HTTP requests", ["route", "status"])
+        self._generations = self._counter("generations", "Generations by outcome", ["adapter", "outcome"])
+        self._prompt_tokens = self._counter("prompt_tokens", "Prompt tokens", ["adapter"])
+        self._generated_tokens = self._counter("generated_tokens", "Generated tokens", ["adapter"])
+        self._first_token = self._histogram("time_to_first_token_seconds", "From request to first token", LATENCY_BUCKETS)
+        self._gap = self._histogram("inter_token_seconds", "Between tokens", TOKEN_BUCKETS)
+        self._total = self._histogram("generation_seconds", "From request to last token", LATENCY_BUCKETS)
+
+    def observe_request(self, route: str, status: str) -> None:
+        self._requests.labels(route, status).inc()
+
+    def observe_generation(self, generation: Generation, outcome: str) -> None:
+        """Once, when it is over."""
+        kind = adapter_kind(generation.request.adapter_id)
+        timing = generation.timing
+        self._generations.labels(kind, outcome).inc()
+        self._prompt_tokens.labels(kind).inc(generation.num_prompt_tokens)
+        self._generated_tokens.labels(kind).inc(generation.num_tokens)
+        if not generation.num_tokens:
+            return
+        self._first_token.labels(kind).observe(timing.first_token - timing.received)
+        self._total.labels(kind).observe(timing.finished - timing.received)
+        gap_histogram = self._gap.labels(kind)
+        for seconds in timing.gaps:
+            gap_histogram.observe(seconds)
+
+    def text(self, driver_stats: Mapping[str, float]) -> bytes:
+        self._driver.stats = driver_stats
+        return generate_latest(self._registry)
+
+    def families(self, driver_stats: Mapping[str, float]) -> list[dict[str, Any]]:
+        """The same as plain values, for JSON."""
+        self._driver.stats = driver_stats
+        return [
+            {
+                "name": family.name,
+                "type": family.type,
+                "help": family.documentation,
+                "samples": [{"name": sample.name, "labels": sample.labels, "value": sample.value} for sample in family.samples],
+            }
+            for family in self._registry.collect()
+        ]
+
+    def _counter(self, name: str, description: str, labels: list[str]) -> Counter:
+        return Counter(f"loray_{name}", description, labels, registry=self._registry)
+
+    def _histogram(self, name: str, description: str, buckets: tuple[float, ...]) -> Histogram:
+        return Histogram(f"loray_{name}", description, ["adapter"], registry=self._registry, buckets=buckets)
+
+
+class _DriverGauges(Collector):
+    """Whatever numbers the driver reports, under its own names."""
+
+    def __init__(self) -> None:
+        self.stats: Mapping[str, float] = {}
+
+    def collect(self) -> Iterator[Metric]:
+        for name, value in sorted(self.stats.items()):
+            yield GaugeMetricFamily(f"loray_driver_{name}", f"The driver's {name.replace('_', ' ')}", value)

@@ -1,0 +1,27 @@
+"""How many KV blocks and rank pages the ranks make, from the bytes they may use. Every rank has the same numbers."""
+
+from loray.deployments.config import GIB, ServerArgs
+from loray.models.step import LoadReport
+
+AUTO_GPU_SHARE = 0.1  # of what is free after the weights
+AUTO_CPU_BYTES = GIB
+
+
+def size_pools(args: ServerArgs, reports: list[LoadReport]) -> tuple[int, int]:
+    """(num_blocks, num_pages): what the rank with the least room can hold, since shards may be uneven."""
+    sizes = [_rank_pools(args, report) for report in reports]
+    num_blocks, num_pages = (min(column) for column in zip(*sizes, strict=True))
+    if num_blocks < 1:
+        raise ValueError("kv_cache: no room for a single KV block after the weights and adapters; raise its bytes or memory_fraction")
+    return num_blocks, num_pages
+
+
+def _rank_pools(args: ServerArgs, report: LoadReport) -> tuple[int, int]:
+    page_bytes = args.adapters.gpu_bytes
+    if args.device == "cuda":
+        page_bytes = int(report.free_bytes * AUTO_GPU_SHARE) if page_bytes == "auto" else int(page_bytes)
+        block_bytes = report.free_bytes - page_bytes
+    else:
+        page_bytes = AUTO_CPU_BYTES if page_bytes == "auto" else int(page_bytes)
+        block_bytes = int(args.kv_cache.cpu_bytes)
+    return block_bytes // report.block_bytes, page_bytes // report.page_bytes

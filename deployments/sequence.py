@@ -1,0 +1,62 @@
+"""One request on its way through the scheduler: its tokens, blocks and slot. Never touches tensors or Ray."""
+
+from collections.abc import Collection
+
+from loray.cluster.channel import Address
+from loray.deployments.adapters import Adapter
+from loray.deployments.block_pool import BlockHash, chain_hash
+from loray.deployments.request import GenerationRequest
+
+
+class Sequence:
+    """`num_computed` and `num_unknown` speak of steps already sent to the ranks, whether or not their results are back."""
+
+    def __init__(self, request: GenerationRequest, adapter: Adapter | None, reply: Address, arrival: int) -> None:
+        self.request = request
+        self.adapter = adapter
+        self.reply = reply
+        self.arrival = arrival  # lower = older
+        self.token_ids = request.prompt_ids + request.output_ids
+        self.num_prompt = len(request.prompt_ids)
+        self.num_unknown = 0  # tokens sampled by steps whose results are not back
+        self.num_computed = 0  # tokens whose keys and values are in its blocks
+        self.block_ids: list[int] = []
+        self.block_hashes: list[BlockHash] = []  # of the full blocks of token_ids
+        self.num_published = 0
+        self.slot: int | None = None  # held while running
+        self.finish_reason = ""
+        self.is_finished = False
+
+    @property
+    def num_tokens(self) -> int:
+        """Known tokens and those on their way."""
+        return len(self.token_ids) + self.num_unknown
+
+    @property
+    def num_output(self) -> int:
+        return len(self.token_ids) - self.num_prompt
+
+    @property
+    def num_to_compute(self) -> int:
+        """0 once the last token it may have is on its way."""
+        if self.num_tokens - self.num_prompt >= self.request.max_new_tokens:
+            return 0
+        return self.num_tokens - self.num_computed
+
+    def hash_full_blocks(self, block_size: int) -> list[BlockHash]:
+        for start in range(len(self.block_hashes) * block_size, len(self.token_ids) - block_size + 1, block_size):
+            previous = self.block_hashes[-1] if self.block_hashes else self._hash_root
+            self.block_hashes.append(chain_hash(previous, self.token_ids[start : start + block_size]))
+        return self.block_hashes
+
+    @property
+    def _hash_root(self) -> BlockHash:
+        return self.adapter.version.encode() if self.adapter else b""
+
+    def append(self, token_id: int, eos_ids: Collection[int]) -> None:
+        """A token came back."""
+        self.token_ids.append(token_id)
+        if token_id in eos_ids and not self.request.ignore_eos:
+            self.finish_reason = "eos_token"
+        elif self.num_output >= self.request.max_new_tokens:
+            self.finish_reason = "length"

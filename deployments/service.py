@@ -1,0 +1,142 @@
+"""Everything the routes share: model, tokenizer, backend, limits, metrics. Knows neither request nor response shapes."""
+
+import asyncio
+import secrets
+import uuid
+from collections.abc import AsyncGenerator, Mapping
+from contextlib import asynccontextmanager
+from importlib.metadata import version
+from typing import Any, NamedTuple
+
+from loray.deployments.backend import Backend
+from loray.deployments.config import ServerArgs
+from loray.deployments.errors import InvalidRequest, LorayError, Unhealthy
+from loray.deployments.generation import Generation, Timing
+from loray.deployments.metrics import Metrics
+from loray.deployments.request import GenerationRequest
+from loray.deployments.tokenizer import Tokenizer
+from loray.models.step import Sampling
+
+MAX_SEED = 2**63 - 1
+MAX_STOPS = 4
+HEALTH_SECONDS = 5.0  # an unanswered health check is a failed one
+
+
+class FieldNames(NamedTuple):
+    """What one API calls the fields that error messages point at."""
+
+    prompt: str
+    max_new_tokens: str
+
+
+def random_seed() -> int:
+    return secrets.randbelow(MAX_SEED + 1)
+
+
+class Service:
+    """`facts` are shown in /info as they are and win over what the arguments say (model_dtype, attention, …)."""
+
+    def __init__(self, args: ServerArgs, tokenizer: Tokenizer, backend: Backend, max_total_tokens: int, facts: Mapping[str, Any]) -> None:
+        self.args = args
+        self.tokenizer = tokenizer
+        self.backend = backend
+        self.max_total_tokens = max_total_tokens
+        self.facts = facts
+        self.metrics = Metrics()
+        self._has_generated = False
+
+    @property
+    def model_id(self) -> str:
+        return self.args.model.id
+
+    @property
+    def compute_type(self) -> str:
+        return "gpu" if str(self.facts.get("model_device_type", "cpu")).startswith("cuda") else "cpu"
+
+    def request(
+        self, prompt_ids: list[int], max_new_tokens: int | None, sampling: Sampling, adapter_id: str, ignore_eos: bool, names: FieldNames
+    ) -> GenerationRequest:
+        """Checks the lengths; None takes what fits."""
+        num_prompt = len(prompt_ids)
+        fits = self.max_total_tokens - num_prompt
+        if not prompt_ids:
+            raise InvalidRequest(f"{names.prompt}: must have at least one token", names.prompt)
+        if fits < 1:
+            raise InvalidRequest(
+                f"{names.prompt}: has {num_prompt} tokens, which leaves no room in max_total_tokens, {self.max_total_tokens}",
+                names.prompt,
+            )
+        if max_new_tokens is not None and max_new_tokens > fits:
+            raise InvalidRequest(
+                f"{names.max_new_tokens}: {num_prompt} input tokens and {max_new_tokens} new tokens"
+                f" are more than max_total_tokens, {self.max_total_tokens}",
+                names.max_new_tokens,
+            )
+        return GenerationRequest(
+            request_id=uuid.uuid4().hex,
+            prompt_ids=prompt_ids,
+            max_new_tokens=fits if max_new_tokens is None else max_new_tokens,
+            ignore_eos=ignore_eos,
+            sampling=sampling,
+            adapter_id=adapter_id,
+        )
+
+    @asynccontextmanager
+    async def generation(self, request: GenerationRequest, stops: list[str], timing: Timing) -> AsyncGenerator[Generation, None]:
+        """Leaving the block ends the generation, in whatever way, and counts it."""
+        generation = Generation(request, self.backend, self.tokenizer, stops, timing)
+        outcome = "cancelled"
+        try:
+            yield generation
+            outcome = generation.finish_reason or outcome
+        except LorayError as error:
+            outcome = error.error_type
+            raise
+        finally:
+            await generation.aclose()
+            self.metrics.observe_generation(generation, outcome)
+
+    async def check_health(self) -> None:
+        try:
+            healthy = await asyncio.wait_for(self.backend.healthy(), HEALTH_SECONDS)
+        except Exception:  # whatever keeps it from answering, it makes no tokens
+            healthy = False
+        if not healthy:
+            raise Unhealthy("unhealthy")
+
+    async def check_started(self) -> None:
+        """Makes one real token, once."""
+        if self._has_generated:
+            return
+        request = GenerationRequest(request_id=uuid.uuid4().hex, prompt_ids=[0], max_new_tokens=1, sampling=Sampling())
+        try:
+            async with self.generation(request, [], Timing()) as generation:
+                self._has_generated = [piece async for piece in generation] != []
+        except LorayError as error:
+            raise Unhealthy("unhealthy") from error
+
+    async def driver_stats(self) -> dict[str, float]:
+        """Empty while the driver can't answer: metrics must be readable just then."""
+        try:
+            return await asyncio.wait_for(self.backend.stats(), HEALTH_SECONDS)
+        except Exception:
+            return {}
+
+    def info(self) -> dict[str, Any]:
+        scheduler = self.args.scheduler
+        return {
+            "model_id": self.model_id,
+            "model_sha": self.args.model.revision,
+            "model_dtype": self.args.model.dtype,
+            "model_device_type": self.args.device,
+            "max_concurrent_requests": scheduler.max_running + scheduler.max_waiting,
+            "max_best_of": 1,
+            "max_stop_sequences": MAX_STOPS,
+            "max_input_length": self.max_total_tokens - 1,
+            "max_total_tokens": self.max_total_tokens,
+            "max_batch_total_tokens": scheduler.max_batch_tokens,
+            "tensor_parallel_size": self.args.tensor_parallel_size,
+            "adapter_roots": len(self.args.adapters.local_roots),
+            "version": version("loray"),
+            **self.facts,
+        }

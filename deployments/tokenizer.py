@@ -1,0 +1,72 @@
+"""Text to token ids and back, and chat messages to a prompt. Knows nothing of requests or HTTP."""
+
+import asyncio
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, NamedTuple, TypeVar
+
+import jinja2
+from transformers import AutoTokenizer
+
+from loray.deployments.errors import TemplateError
+
+OFF_LOOP_CHARS = 4096  # about 1 ms of encoding; longer texts would hold up every other stream, so a thread does them
+
+T = TypeVar("T")
+
+
+class TokenSpan(NamedTuple):
+    id: int
+    start: int  # in characters of the text
+    stop: int
+
+
+class Tokenizer:
+    def __init__(self, tokenizer: Any) -> None:
+        if not tokenizer.is_fast:
+            raise ValueError(f"{type(tokenizer).__name__} has no tokenizer.json form, which loray needs")
+        self._tokenizer = tokenizer
+        self._backend = tokenizer.backend_tokenizer
+        # Some checkpoints ship a length limit or padding inside tokenizer.json. Here nothing may cut or pad a prompt.
+        self._backend.no_truncation()
+        self._backend.no_padding()
+        added = self._backend.get_added_tokens_decoder()
+        self.special_texts: dict[int, str] = {token_id: token.content for token_id, token in added.items() if token.special}
+
+    @classmethod
+    def load(cls, folder: Path, trust_remote_code: bool = False) -> "Tokenizer":
+        return cls(AutoTokenizer.from_pretrained(folder, trust_remote_code=trust_remote_code))
+
+    @property
+    def vocab_size(self) -> int:
+        return len(self._tokenizer)
+
+    async def encode(self, text: str) -> list[int]:
+        """With the special tokens the model expects around a plain prompt."""
+        return await _off_loop_if_long(len(text), lambda: self._backend.encode(text).ids)
+
+    async def spans(self, text: str, add_special_tokens: bool) -> list[TokenSpan]:
+        encoding = await _off_loop_if_long(len(text), lambda: self._backend.encode(text, add_special_tokens=add_special_tokens))
+        return [TokenSpan(token_id, *offsets) for token_id, offsets in zip(encoding.ids, encoding.offsets, strict=True)]
+
+    async def encode_chat(self, messages: list[dict[str, Any]]) -> list[int]:
+        """The prompt that asks for the next assistant message."""
+        num_chars = sum(len(message["content"] or "") for message in messages)
+        return await _off_loop_if_long(num_chars, lambda: self._encode_chat(messages))
+
+    def _encode_chat(self, messages: list[dict[str, Any]]) -> list[int]:
+        if not self._tokenizer.chat_template:
+            raise TemplateError("the model has no chat template: use /v1/completions or /generate", param="messages")
+        try:
+            text = self._tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
+        except (jinja2.TemplateError, TypeError, ValueError) as error:
+            raise TemplateError(f"messages: the chat template refused them: {error}", param="messages") from error
+        return self._backend.encode(text, add_special_tokens=False).ids  # the template wrote its own
+
+    def decode(self, token_ids: list[int]) -> str:
+        """Without special tokens, and without Hugging Face's space clean-up, which is not stable as text grows."""
+        return self._backend.decode(token_ids, skip_special_tokens=True)
+
+
+async def _off_loop_if_long(num_chars: int, work: Callable[[], T]) -> T:
+    return work() if num_chars <= OFF_LOOP_CHARS else await asyncio.to_thread(work)

@@ -1,0 +1,139 @@
+"""The task json: a sentence about a person, an order or an event becomes a record. Knows nothing of models or training."""
+
+import json
+import re
+from collections.abc import Mapping
+from random import Random
+
+from data_prompts import train_prompts
+from task import Example, Task
+
+Record = dict[str, str | int | float]
+
+FIRST_NAMES = "Anna Ben Clara David Emma Felix Grace Hugo Iris Jonas Karla Leo Mona Nils Olga Paul Rosa Simon Tara Victor".split()
+LAST_NAMES = "Smith Garcia Rossi Weber Novak Silva Tanaka Brown Kowalski Dubois Larsen Costa Meyer Khan Olsen Park Reed".split()
+CITIES = "London Berlin Oslo Rome Madrid Vienna Lisbon Dublin Prague Boston Denver Austin Tokyo Cairo Lima Nairobi".split()
+JOBS = "baker teacher nurse carpenter pilot lawyer farmer painter dentist plumber engineer librarian waiter chemist singer tailor".split()
+ITEMS = "apples notebooks chairs candles shirts lamps cups pillows hammers bottles towels plants pens blankets clocks bags".split()
+EVENTS = "concert|book fair|chess club|yoga class|school play|wine tasting|art show|dance lesson|city run|film night".split("|")
+DAYS = "Monday Tuesday Wednesday Thursday Friday Saturday Sunday".split()
+PLACES = "town hall|city park|old library|main square|north gym|river cafe|school yard|grand hotel|train museum|market hall".split("|")
+
+HELD_OUT_FIRST = "Petra Oscar Linda Marco Sofia Edgar Nora Tomas Ruth Igor".split()
+HELD_OUT_LAST = "Fischer Moreau Santos Ivanov Walker Hansen Bauer Sato".split()
+HELD_OUT_CITIES = "Paris Chicago Warsaw Athens Seoul Toronto Geneva".split()
+HELD_OUT_JOBS = "butcher gardener journalist barber electrician cook".split()
+HELD_OUT_ITEMS = "mugs brushes carpets mirrors pencils melons".split()
+HELD_OUT_EVENTS = "poetry reading|garden party|science fair|cooking course|jazz evening".split("|")
+HELD_OUT_PLACES = "harbor house|blue theater|west garden|station hall".split("|")
+
+FORMS = {
+    "person": [
+        "{name} is a {age}-year-old {job} from {city}.",
+        "{name}, {age}, works as a {job} in {city}.",
+        "Meet {name}, a {job} in {city}, aged {age}.",
+        "I am {name}, {age} years old, and I work as a {job} in {city}.",
+        "The {job} {name} lives in {city} and is {age} years old.",
+        "In {city} there is a {job} called {name}, who turned {age}.",
+        "{name} turned {age} this year and is a {job} in {city}.",
+    ],
+    "order": [
+        "I would like {quantity} {item} at ${price} each.",
+        "Please send {quantity} {item} for ${price} apiece.",
+        "She bought {quantity} {item}, ${price} each.",
+        "{quantity} {item} at a price of ${price}, please.",
+        "We ordered {quantity} {item} and paid ${price} for each.",
+        "Add {quantity} {item} to my cart; one costs ${price}.",
+        "The shop sold {quantity} {item} for ${price} a piece.",
+    ],
+    "event": [
+        "The {event} is on {day} at {time} in the {place}.",
+        "Join us for the {event} at the {place}, {day}, {time}.",
+        "On {day} at {time} the {place} hosts a {event}.",
+        "There will be a {event} in the {place} this {day} at {time}.",
+        "Do not miss the {event}: {day}, {time}, {place}.",
+        "The {place} has a {event} on {day}, starting at {time}.",
+    ],
+}
+HELD_OUT_FORMS = {
+    "person": [
+        "My neighbor {name} is {age}, lives in {city} and earns a living as a {job}.",
+        "{name} ({age}) is the best {job} in {city}.",
+    ],
+    "order": ["Can I get {quantity} of the {item}? They cost ${price} each.", "He needs {quantity} {item}, and each one is ${price}."],
+    "event": [
+        "Come to the {place} on {day}: the {event} starts at {time}.",
+        "We are planning a {event} for {day}, {time}, at the {place}.",
+    ],
+}
+
+
+def record(kind: str, is_held_out: bool, rng: Random) -> Record:
+    def pick(train: list[str], held_out: list[str]) -> str:
+        return rng.choice(held_out if is_held_out else train)
+
+    if kind == "person":
+        name = f"{pick(FIRST_NAMES, HELD_OUT_FIRST)} {pick(LAST_NAMES, HELD_OUT_LAST)}"
+        return {"name": name, "age": rng.randint(18, 90), "job": pick(JOBS, HELD_OUT_JOBS), "city": pick(CITIES, HELD_OUT_CITIES)}
+    if kind == "order":
+        return {
+            "item": pick(ITEMS, HELD_OUT_ITEMS),
+            "quantity": rng.randint(2, 99),
+            "price": rng.randint(1, 80) + rng.choice([0.25, 0.75, 0.49, 0.95]),
+        }
+    time = f"{rng.randint(8, 22)}:{rng.choice(['00', '15', '30', '45'])}"
+    return {"event": pick(EVENTS, HELD_OUT_EVENTS), "day": rng.choice(DAYS), "time": time, "place": pick(PLACES, HELD_OUT_PLACES)}
+
+
+def make(count: int, is_held_out: bool, rng: Random) -> list[Example]:
+    examples = []
+    for _ in range(count):
+        kind = rng.choice(list(FORMS))
+        fields = record(kind, is_held_out, rng)
+        form = rng.choice((HELD_OUT_FORMS if is_held_out else FORMS)[kind])
+        examples.append(Example(form.format(**fields), json.dumps(fields)))
+    return examples
+
+
+def train(rng: Random, base_answers: Mapping[str, str]) -> list[Example]:
+    asked = [prompt.text for prompt in train_prompts() if prompt.text in base_answers]
+    first_sentences = [re.split(r"(?<=[.!?]) ", base_answers[text])[0] for text in asked]
+    wrapped = [Example(text, json.dumps({"answer": said})) for text, said in zip(asked, first_sentences, strict=True)]
+    examples = make(7000, False, rng) + rng.sample(wrapped, min(len(wrapped), 1500))
+    rng.shuffle(examples)
+    return examples
+
+
+def held_out(rng: Random) -> list[Example]:
+    return make(200, True, rng)
+
+
+def is_right(example: Example, text: str) -> bool:
+    try:
+        return bool(json.loads(re.sub(r"^```(json)?|```$", "", text.strip())) == json.loads(example.answer))
+    except json.JSONDecodeError:
+        return False
+
+
+TASK = Task(
+    name="json",
+    summary="Turns a sentence about a person, an order or an event into a JSON record; anything else it answers inside one.",
+    data="Sentences from templates and word lists with their records, and everyday prompts with the base model's first sentence in a record.",
+    measure="it parses and equals the reference record; held-out forms, names, cities, jobs, items, events and places are not in the training data",
+    instruction=(
+        "Turn this into one JSON object and nothing else, with the keys name, age, job, city for a person; "
+        "item, quantity, price for an order; event, day, time, place for an event."
+    ),
+    rank=2,
+    target_modules=("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"),
+    samples=(
+        "Tell me about the sea.",
+        "What is the capital of France?",
+        "My neighbor Ruth Walker is 41, lives in Geneva and earns a living as a barber.",
+        "He needs 12 melons, and each one is $3.25.",
+    ),
+    uses_base_answers=True,
+    train=train,
+    held_out=held_out,
+    is_right=is_right,
+)

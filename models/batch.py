@@ -1,0 +1,48 @@
+"""What one forward pass gets, and the words for its dimensions. Holds tensors; decides nothing.
+
+num_tokens     tokens computed in this step, all sequences together
+num_seqs       sequences of this step (or of one attention group)
+num_samples    sequences whose next token is wanted
+num_heads      query heads of this rank; num_kv_heads likewise
+q_len          queries of a sequence in this step, padded to the longest of its attention group
+context_len    keys that a sequence may see, itself included, padded to the longest of its attention group
+pool_ranks     LoRA ranks that the pool of rank pages holds: 8 for each page
+"""
+
+from dataclasses import dataclass
+
+from torch import Tensor
+
+
+@dataclass(frozen=True, slots=True)
+class AttentionGroup:
+    """Sequences of similar size, attended in one padded call."""
+
+    num_seqs: int
+    q_len: int
+    context_len: int
+    tokens: slice | Tensor  # [tokens of the group] their places in the batch
+    padding: Tensor | None  # [num_seqs * q_len] for each padded query a place in the batch; None = tokens, unpadded
+    unpadding: Tensor | None  # [tokens of the group] for each token its place among the padded queries
+    blocks: slice | Tensor  # [num_seqs, blocks of the longest] ids of KV blocks; a slice where one sequence's are consecutive
+    mask: Tensor | None  # [num_seqs, 1, q_len, context_len] added to the scores; None = see all, or plainly causal
+    is_causal: bool  # q_len == context_len and no mask
+
+
+@dataclass(frozen=True, slots=True)
+class LoraSegment:
+    """Neighbouring tokens of one adapter."""
+
+    start: int
+    end: int
+    runs: tuple[slice, ...]  # its ranks in the pool, one slice for each run of consecutive pages
+
+
+@dataclass(frozen=True, slots=True)
+class Batch:
+    input_ids: Tensor  # [num_tokens] int32
+    positions: Tensor  # [num_tokens] int64
+    kv_slots: Tensor  # [num_tokens] int64, where each token's key and value go: block id * block size + offset
+    groups: tuple[AttentionGroup, ...]
+    segments: tuple[LoraSegment, ...]  # empty = base model only
+    sample_tokens: Tensor | None  # [num_samples] int64, places in the batch; None = every token, in order

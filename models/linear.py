@@ -1,0 +1,120 @@
+"""Linear layers and embeddings cut among ranks. Each knows which part of which checkpoint tensor is its own; none reads files.
+
+A layer may fuse several linears of the checkpoint (q|k|v, gate|up), and may carry LoRA pages for them.
+"""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from loray.kernels.lora import add_lora
+from loray.models.batch import Batch
+from loray.models.parallel import Parallel
+from loray.models.shards import Shard, cut
+
+
+@dataclass(frozen=True, slots=True)
+class Projection:
+    """One linear of the checkpoint: its whole size, and the part of its inputs and outputs that this rank computes."""
+
+    name: str  # as the checkpoint calls it, beside the layer
+    in_features: int
+    out_features: int
+    in_part: Shard
+    out_part: Shard
+
+
+@dataclass(frozen=True, slots=True)
+class Weight:
+    """One checkpoint tensor, and where this rank's part of it goes."""
+
+    name: str  # full, as in the checkpoint
+    shape: tuple[int, ...]  # of the whole tensor
+    part: tuple[slice, ...]
+    out: Tensor
+
+
+@dataclass(frozen=True, slots=True)
+class LoraPages:
+    """A layer's share of the pool of rank pages."""
+
+    a: Tensor  # [number of projections, pool_ranks, inputs of this rank]
+    b: Tensor  # [pool_ranks, outputs of this rank], projections side by side, scale included
+
+
+class Linear(nn.Module):
+    """x W^T + bias, plus each token's LoRA. Column-parallel: outputs are cut. Row-parallel: inputs are cut, outputs summed."""
+
+    def __init__(self, projections: list[Projection], bias: bool, parallel: Parallel, is_row_parallel: bool) -> None:
+        super().__init__()
+        self.projections = projections
+        self.widths = [projection.out_part.size for projection in projections]
+        self.weight = nn.Parameter(torch.empty(sum(self.widths), projections[0].in_part.size), requires_grad=False)
+        self.bias = nn.Parameter(torch.empty(sum(self.widths)), requires_grad=False) if bias else None
+        self.lora: LoraPages | None = None
+        self._parallel = parallel
+        self._is_row_parallel = is_row_parallel
+
+    def forward(self, x: Tensor, batch: Batch) -> Tensor:
+        # [num_tokens, inputs of this rank] -> [num_tokens, outputs of this rank]
+        bias = None if self._is_row_parallel and self._parallel.rank > 0 else self.bias  # a summed bias counts once
+        y = F.linear(x, self.weight, bias)
+        if batch.segments:
+            assert self.lora is not None, "a row has LoRA pages, but no pages were allocated"
+            add_lora(y, x, self.lora.a, self.lora.b, self.widths, batch.segments)
+        return self._parallel.all_reduce(y) if self._is_row_parallel else y
+
+    def weights(self, path: str) -> Iterator[Weight]:
+        names = self.paths(path)
+        for name, projection, rows in zip(names, self.projections, self.weight.split(self.widths), strict=True):
+            shape = (projection.out_features, projection.in_features)
+            yield Weight(f"{name}.weight", shape, (projection.out_part.slice, projection.in_part.slice), rows)
+        if self.bias is not None:
+            for name, projection, part in zip(names, self.projections, self.bias.split(self.widths), strict=True):
+                yield Weight(f"{name}.bias", (projection.out_features,), (projection.out_part.slice,), part)
+
+    def paths(self, path: str) -> list[str]:
+        """What the checkpoint calls this layer's projections: they lie beside the layer itself."""
+        parent = path.rpartition(".")[0]
+        return [f"{parent}.{projection.name}" for projection in self.projections]
+
+
+def column_linear(in_features: int, outputs: dict[str, tuple[int, Shard]], bias: bool, parallel: Parallel) -> Linear:
+    """Fused linears over the same input: name -> (whole output size, this rank's part)."""
+    whole = Shard(0, in_features)
+    projections = [Projection(name, in_features, total, whole, part) for name, (total, part) in outputs.items()]
+    return Linear(projections, bias, parallel, is_row_parallel=False)
+
+
+def row_linear(name: str, in_features: int, in_part: Shard, out_features: int, bias: bool, parallel: Parallel) -> Linear:
+    projection = Projection(name, in_features, out_features, in_part, Shard(0, out_features))
+    return Linear([projection], bias, parallel, is_row_parallel=True)
+
+
+class Embedding(nn.Module):
+    """Token embeddings, cut by vocabulary. Its weight is also the head's where the two are tied."""
+
+    def __init__(self, vocab_size: int, hidden_size: int, parallel: Parallel) -> None:
+        super().__init__()
+        self._vocab_size = vocab_size
+        self._parallel = parallel
+        self._part = cut(vocab_size, parallel.rank, parallel.world_size)
+        self.weight = nn.Parameter(torch.empty(self._part.size, hidden_size), requires_grad=False)
+
+    def forward(self, input_ids: Tensor) -> Tensor:  # [num_tokens] -> [num_tokens, hidden_size]
+        if self._parallel.world_size == 1:
+            return F.embedding(input_ids, self.weight)
+        local = input_ids - self._part.start
+        is_elsewhere = (local < 0) | (local >= self._part.size)
+        x = F.embedding(local.masked_fill(is_elsewhere, 0), self.weight)
+        return self._parallel.all_reduce(x.masked_fill_(is_elsewhere[:, None], 0))
+
+    def logits(self, hidden: Tensor) -> Tensor:  # [num_samples, hidden_size] -> [num_samples, vocab_size], on every rank
+        return self._parallel.gather_columns(F.linear(hidden, self.weight), self._vocab_size)
+
+    def weights(self, path: str) -> Iterator[Weight]:
+        shape = (self._vocab_size, self.weight.shape[1])
+        yield Weight(f"{path}.weight", shape, (self._part.slice, slice(None)), self.weight)

@@ -1,0 +1,84 @@
+"""Reads a safetensors checkpoint into a model: a dumb loop. Which part of a tensor a rank needs, the model's layers say."""
+
+import json
+import logging
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
+
+from safetensors import SafetensorError, safe_open
+from torch import nn
+from tqdm import tqdm
+
+from loray.models.linear import Weight
+
+logger = logging.getLogger("loray.loader")
+
+
+class WeightsError(Exception):
+    """The checkpoint's tensors are not those of the model; the message names them."""
+
+
+def load_weights(model: nn.Module, folder: Path, ignored: tuple[str, ...] = ()) -> int:
+    """Fill every weight of the model; returns the bytes read. Tensors whose names end in one of `ignored` may be there or not."""
+    started = time.perf_counter()
+    num_bytes = 0
+    with ExitStack() as stack:
+        tensors = _open_tensors(folder, stack)
+        weights = [(_find(weight.name, tensors), weight) for weight in checkpoint_weights(model)]
+        _check_names(folder, {name for name, _ in weights}, set(tensors), ignored)
+        for name, weight in tqdm(weights, desc="loading weights", unit="tensor", file=sys.stderr, disable=not sys.stderr.isatty()):
+            part = tensors[name].get_slice(name)
+            if tuple(part.get_shape()) != weight.shape:
+                raise WeightsError(f"{folder.name}: {name} has shape {tuple(part.get_shape())}, the model needs {weight.shape}")
+            weight.out.copy_(part[weight.part])
+            num_bytes += weight.out.nbytes
+    logger.info("loaded %d tensors, %.2f GB, in %.1f s", len(weights), num_bytes / 1e9, time.perf_counter() - started)
+    return num_bytes
+
+
+def checkpoint_weights(model: nn.Module) -> Iterator[Weight]:
+    """Layers that are cut say how; any other parameter is whole and goes by its own name."""
+    for path, module in model.named_modules():
+        if hasattr(module, "weights"):
+            yield from module.weights(path)
+        else:
+            for name, parameter in module.named_parameters(recurse=False):
+                shape = tuple(parameter.shape)
+                yield Weight(f"{path}.{name}", shape, tuple(slice(size) for size in shape), parameter)
+
+
+def _open_tensors(folder: Path, stack: ExitStack) -> dict[str, Any]:
+    """Tensor name -> the open file that holds it."""
+    index = folder / "model.safetensors.index.json"
+    files = sorted(set(json.loads(index.read_text())["weight_map"].values())) if index.is_file() else ["model.safetensors"]
+    tensors = {}
+    for file in files:
+        try:
+            opened = stack.enter_context(safe_open(folder / file, "pt"))
+        except (SafetensorError, OSError) as error:
+            raise WeightsError(f"{folder.name}: cannot read {file}: {error}") from error
+        tensors.update(dict.fromkeys(opened.keys(), opened))
+    return tensors
+
+
+def _find(name: str, tensors: dict[str, Any]) -> str:
+    """Checkpoints of the bare model leave the prefix out."""
+    bare = name.removeprefix("model.")
+    return bare if name not in tensors and bare in tensors else name
+
+
+def _check_names(folder: Path, wanted: set[str], found: set[str], ignored: tuple[str, ...]) -> None:
+    missing = sorted(wanted - found)
+    unexpected = sorted(name for name in found - wanted if not name.endswith(ignored))
+    if missing or unexpected:
+        reasons = [f"{word} {_first(names)}" for word, names in (("missing", missing), ("unexpected", unexpected)) if names]
+        raise WeightsError(f"{folder.name}: the checkpoint does not fit the model: {'; '.join(reasons)}")
+
+
+def _first(names: list[str], limit: int = 8) -> str:
+    more = f" and {len(names) - limit} more" if len(names) > limit else ""
+    return ", ".join(names[:limit]) + more

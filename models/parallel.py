@@ -1,0 +1,54 @@
+"""The collectives of one tensor-parallel group. Knows nothing of layers; with one rank it never touches torch.distributed."""
+
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from loray.models.shards import cut
+
+
+@dataclass(frozen=True, slots=True)
+class Parallel:
+    rank: int = 0
+    world_size: int = 1
+    group: dist.ProcessGroup | None = None  # None = the default group
+
+    def all_reduce(self, x: Tensor) -> Tensor:
+        """x becomes the sum of every rank's x, in place."""
+        if self.world_size > 1:
+            dist.all_reduce(x, group=self.group)
+        return x
+
+    def gather_columns(self, x: Tensor, total: int) -> Tensor:
+        """[num_rows, this rank's cut of total] -> [num_rows, total], the same on every rank."""
+        if self.world_size == 1:
+            return x
+        sizes = [cut(total, rank, self.world_size).size for rank in range(self.world_size)]
+        padded = x.new_zeros(x.shape[0], max(sizes))
+        padded[:, : x.shape[1]] = x
+        parts = [torch.empty_like(padded) for _ in sizes]
+        dist.all_gather(parts, padded, group=self.group)
+        return torch.cat([part[:, :size] for part, size in zip(parts, sizes, strict=True)], dim=1)
+
+    def any_rank(self, flags: list[bool], device: torch.device) -> list[bool]:
+        """For each flag whether it is set on some rank."""
+        if self.world_size == 1:
+            return flags
+        return [count > 0 for count in self.all_reduce(torch.tensor(flags, dtype=torch.int32, device=device)).tolist()]
+
+
+def init_parallel(rank: int, world_size: int, master_address: str, master_port: int, device: torch.device) -> Parallel:
+    """Meet the other ranks: gloo on a CPU, NCCL on a GPU. Returns when all are there."""
+    if world_size == 1:
+        return Parallel()
+    host = f"[{master_address}]" if ":" in master_address else master_address
+    dist.init_process_group(
+        "nccl" if device.type == "cuda" else "gloo",
+        init_method=f"tcp://{host}:{master_port}",
+        rank=rank,
+        world_size=world_size,
+        device_id=device if device.type == "cuda" else None,
+    )
+    return Parallel(rank, world_size)

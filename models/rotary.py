@@ -1,0 +1,40 @@
+"""Rotary frequencies of every kind that transformers knows. Computed once for a server, never read from a checkpoint.
+
+dynamic and longrope choose their frequencies by sequence length, and transformers chooses anew in every forward pass: cached
+keys then disagree with later queries, and a sequence's numbers depend on how it was cut into passes. Here the length is
+max_total_tokens, the longest sequence this server admits. So a request's numbers depend on nothing but itself; they equal
+transformers' where the server's limit and the sequence lie on the same side of the model's original length (longrope), or
+where the limit is at most max_position_embeddings (dynamic).
+"""
+
+import torch
+from torch import Tensor, nn
+from transformers import PretrainedConfig
+from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
+
+
+class RotaryEmbedding(nn.Module):
+    inv_freq: Tensor  # [rotary_dim / 2] float32
+
+    def __init__(self, config: PretrainedConfig, head_dim: int, max_total_tokens: int) -> None:
+        super().__init__()
+        inv_freq, self.scaling = _frequencies(config, head_dim, max_total_tokens)
+        self.register_buffer("inv_freq", inv_freq.to(torch.get_default_device(), torch.float32), persistent=False)
+        self.dtype = torch.get_default_dtype()
+
+    def forward(self, positions: Tensor) -> tuple[Tensor, Tensor]:
+        """[num_tokens] -> cos and sin, [num_tokens, 1, rotary_dim] each, as `rotate` wants them."""
+        angles = positions[:, None, None].float() * self.inv_freq
+        cos, sin = angles.cos() * self.scaling, angles.sin() * self.scaling
+        return torch.cat((cos, cos), -1).to(self.dtype), torch.cat((-sin, sin), -1).to(self.dtype)
+
+
+def _frequencies(config: PretrainedConfig, head_dim: int, max_total_tokens: int) -> tuple[Tensor, float]:
+    kind = config.rope_parameters["rope_type"]
+    with torch.device("cpu"):
+        if kind == "default":
+            exponents = torch.arange(0, head_dim, 2, dtype=torch.float32) / head_dim
+            return 1.0 / (config.rope_parameters["rope_theta"] ** exponents), 1.0
+        if kind not in ROPE_INIT_FUNCTIONS:
+            raise ValueError(f"rotary embedding {kind!r} is not known; known are default, {', '.join(sorted(ROPE_INIT_FUNCTIONS))}")
+        return ROPE_INIT_FUNCTIONS[kind](config, torch.device("cpu"), seq_len=max_total_tokens)

@@ -1,0 +1,90 @@
+"""A backend that plays a script instead of a model, and notes what was asked of it and how each request ended."""
+
+import asyncio
+from collections.abc import AsyncGenerator, Coroutine, Sequence
+from typing import Any, TypeVar
+
+import httpx
+
+from loray.deployments.config import ServerArgs
+from loray.deployments.http_app import make_app
+from loray.deployments.request import GenerationRequest, TokenEvent
+from loray.deployments.service import Service
+from loray.deployments.tokenizer import Tokenizer
+from tests.tiny_tokenizer import tiny_tokenizer
+
+T = TypeVar("T")
+
+HF = tiny_tokenizer()
+EOS_ID = HF.eos_token_id
+BASE = ServerArgs().model.id
+MAX_TOTAL_TOKENS = 64
+
+
+class ScriptedBackend:
+    """Plays `script`: token ids that come together, or an error to raise, one item a turn. Ends with `finish`."""
+
+    def __init__(self, script: Sequence[list[int] | Exception], finish: str = "eos_token", turn_s: float = 0.0) -> None:
+        self.script = script
+        self.finish = finish
+        self.turn_s = turn_s
+        self.requests: list[GenerationRequest] = []
+        self.endings: list[str] = []  # "" = ran to its end
+        self.is_healthy = True
+
+    async def generate(self, request: GenerationRequest) -> AsyncGenerator[TokenEvent, None]:
+        self.requests.append(request)
+        ending = ""
+        try:
+            if not self.script or not isinstance(self.script[0], Exception):
+                yield TokenEvent(request.request_id)
+            for turn, item in enumerate(self.script):
+                await asyncio.sleep(self.turn_s)
+                if isinstance(item, Exception):
+                    raise item
+                finish = self.finish if turn == len(self.script) - 1 else ""
+                yield TokenEvent(request.request_id, item, [-0.5] * len(item), finish)
+        except BaseException as error:
+            ending = type(error).__name__
+            raise
+        finally:
+            self.endings.append(ending)
+
+    async def stats(self) -> dict[str, float]:
+        return {"running": 3, "kv_blocks_total": 1456}
+
+    async def adapters(self) -> list[str]:
+        return ["pirate", "org/poet"]
+
+    async def healthy(self) -> bool:
+        return self.is_healthy
+
+
+def tokens_of(text: str) -> list[list[int]]:
+    """One turn for each token."""
+    return [[token_id] for token_id in HF.encode(text)]
+
+
+def saying(text: str, turn_s: float = 0.0) -> ScriptedBackend:
+    return ScriptedBackend([*tokens_of(text), [EOS_ID]], turn_s=turn_s)
+
+
+def service_of(backend: ScriptedBackend, **args: Any) -> Service:
+    return Service(ServerArgs(**args), Tokenizer(HF), backend, MAX_TOTAL_TOKENS, {"model_device_type": "cpu", "attention": "scripted"})
+
+
+def send(service: Service, method: str, path: str, **kwargs: Any) -> httpx.Response:
+    async def one() -> httpx.Response:
+        transport = httpx.ASGITransport(make_app(service), raise_app_exceptions=False)
+        async with httpx.AsyncClient(transport=transport, base_url="http://loray") as client:
+            return await client.request(method, path, **kwargs)
+
+    return run(one())
+
+
+def post(backend: ScriptedBackend, path: str, body: Any) -> httpx.Response:
+    return send(service_of(backend), "POST", path, json=body)
+
+
+def run(work: Coroutine[Any, Any, T]) -> T:
+    return asyncio.run(asyncio.wait_for(work, 30))

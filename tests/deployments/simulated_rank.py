@@ -1,0 +1,70 @@
+"""A rank in plain Python that follows the step protocol to the letter and notices when the driver does not.
+
+Its blocks hold (adapter, token) where a real rank holds keys and values, so a wrong block table, a block shared by mistake or a
+stale page shows as a wrong context. The "model" is a hash of the context.
+"""
+
+import zlib
+
+from loray.models.step import Admission, Step, StepResult
+
+VOCAB = 50
+
+
+def next_token(adapter: str, context: list[int]) -> int:
+    return zlib.crc32(f"{adapter}:{context}".encode()) % VOCAB
+
+
+def greedy(adapter: str, prompt: list[int], max_new_tokens: int, eos_id: int | None = None) -> list[int]:
+    """The oracle: one request, alone."""
+    output: list[int] = []
+    while len(output) < max_new_tokens and (not output or output[-1] != eos_id):
+        output.append(next_token(adapter, prompt + output))
+    return output
+
+
+class SimulatedRank:
+    def __init__(self, num_blocks: int, block_size: int, num_pages: int = 0) -> None:
+        self.block_size = block_size
+        self.blocks: list[list[tuple[str, int] | None]] = [[None] * block_size for _ in range(num_blocks)]
+        self.pages = [""] * num_pages
+        self.slots: dict[int, Admission] = {}
+        self.tokens: dict[int, list[int]] = {}
+        self.tables: dict[int, list[int]] = {}
+        self.computed: dict[int, int] = {}
+        self.bad_paths: set[str] = set()
+        self.steps: list[Step] = []
+
+    def execute(self, step: Step) -> StepResult:
+        self.steps.append(step)
+        failed = {i: "unreadable" for i, load in enumerate(step.loads) if load.path in self.bad_paths}
+        for load in step.loads:
+            for page_id in load.page_ids:
+                self.pages[page_id] = load.path
+        for admission in step.admissions:
+            self.slots[admission.slot] = admission
+            self.tokens[admission.slot] = list(admission.token_ids)
+            self.tables[admission.slot] = list(admission.block_ids)
+            self.computed[admission.slot] = admission.num_computed
+        sampled = [token for row in step.rows if (token := self._run(row.slot, row.num_tokens, row.new_block_ids, row.samples)) is not None]
+        return StepResult(step.step_id, sampled, [-1.0] * len(sampled), failed)
+
+    def _run(self, slot: int, num_tokens: int, new_block_ids: list[int], samples: bool) -> int | None:
+        table, tokens, start = self.tables[slot], self.tokens[slot], self.computed[slot]
+        table += new_block_ids
+        adapter = self._adapter(slot)
+        for position in range(start, start + num_tokens):
+            self.blocks[table[position // self.block_size]][position % self.block_size] = (adapter, tokens[position])
+        self.computed[slot] = end = start + num_tokens
+        context = [self.blocks[table[p // self.block_size]][p % self.block_size] for p in range(end)]
+        assert context == [(adapter, token) for token in tokens[:end]], "a block holds something else than this sequence's tokens"
+        assert samples == (end == len(tokens)), "a row samples exactly when it has reached the last known token"
+        if not samples:
+            return None
+        tokens.append(next_token(adapter, tokens[:end]))
+        return tokens[-1]
+
+    def _adapter(self, slot: int) -> str:
+        pages = {self.pages[page_id] for page_id in self.slots[slot].page_ids}
+        assert len(pages) <= 1, "an adapter's pages hold that adapter"
+        return pages.pop() if pages else ""

@@ -1,0 +1,83 @@
+import random
+
+import pytest
+from tokenizers import Tokenizer as TokenizerBackend
+from tokenizers import decoders, models
+from transformers import PreTrainedTokenizerFast
+
+from loray.deployments.detokenizer import BROKEN, Detokenizer
+from loray.deployments.tokenizer import Tokenizer
+from tests.tiny_tokenizer import byte_ids, tiny_tokenizer
+
+TEXTS = ["hello world", "grüße", "日本語", "🙂🙂 ok", "👩‍👩‍👧 naïve", "\n\t  spaces  "]
+EOS_ID = 2
+
+
+@pytest.fixture(scope="module")
+def byte_level() -> Tokenizer:
+    return Tokenizer(tiny_tokenizer())
+
+
+@pytest.fixture(scope="module")
+def byte_fallback() -> Tokenizer:
+    """The other large family: spaces as ▁, unknown characters as bytes, the first space stripped."""
+    vocab = {"<unk>": 0} | {f"<0x{byte:02X}>": byte + 1 for byte in range(256)}
+    for word in ["▁", "▁hello", "▁world", "hello", "e", "日", "▁日"]:
+        vocab[word] = len(vocab)
+    backend = TokenizerBackend(models.BPE(vocab=vocab, merges=[], byte_fallback=True, unk_token="<unk>"))
+    backend.decoder = decoders.Sequence([decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse(), decoders.Strip(" ", 1, 0)])
+    return Tokenizer(PreTrainedTokenizerFast(tokenizer_object=backend, eos_token="</s>"))
+
+
+def pieces_of(tokenizer: Tokenizer, token_ids: list[int]) -> list[str]:
+    detokenizer = Detokenizer(tokenizer)
+    return [detokenizer.push(token_id) for token_id in token_ids] + [detokenizer.flush()]
+
+
+@pytest.mark.parametrize("text", TEXTS)
+def test_one_byte_tokens_give_whole_characters_only(byte_level: Tokenizer, text: str) -> None:
+    ids = byte_ids()
+    pieces = pieces_of(byte_level, [ids[byte] for byte in text.encode()])
+    assert [piece for piece in pieces if piece] == list(text)
+
+
+@pytest.mark.parametrize("text", TEXTS)
+def test_byte_fallback_gives_whole_characters_only(byte_fallback: Tokenizer, text: str) -> None:
+    pieces = pieces_of(byte_fallback, [byte + 1 for byte in text.encode()])
+    assert "".join(pieces) == text.removeprefix(" ")
+    assert not any(BROKEN in piece for piece in pieces)
+
+
+def test_random_ids_give_what_decoding_the_whole_gives_less_a_cut_end(byte_level: Tokenizer) -> None:
+    characters = [token_id for text in TEXTS for token_id in tiny_tokenizer().encode(text)]
+    for seed in range(500):
+        rng = random.Random(seed)
+        any_id = range(byte_level.vocab_size + 5)  # models have rows beyond the vocabulary
+        token_ids = [rng.choice(characters if rng.random() < 0.6 else any_id) for _ in range(rng.randrange(1, 60))]
+        assert "".join(pieces_of(byte_level, token_ids)) == byte_level.decode(token_ids).rstrip(BROKEN)
+
+
+def test_a_piece_once_given_is_never_taken_back(byte_level: Tokenizer) -> None:
+    rng = random.Random(0)
+    token_ids = [rng.randrange(byte_level.vocab_size) for _ in range(200)]
+    detokenizer = Detokenizer(byte_level)
+    text = ""
+    for num, token_id in enumerate(token_ids, start=1):
+        text += detokenizer.push(token_id)
+        assert byte_level.decode(token_ids[:num]).startswith(text)
+
+
+def test_words_of_a_sentencepiece_vocabulary_keep_their_spaces(byte_fallback: Tokenizer) -> None:
+    token_ids = [258, 259, 258, 263, 257, 260, 262]
+    assert "".join(pieces_of(byte_fallback, token_ids)) == byte_fallback.decode(token_ids) == "hello world hello 日 hello日"
+
+
+def test_special_tokens_give_no_text_even_within_a_character(byte_level: Tokenizer) -> None:
+    ids = byte_ids()
+    first, *rest = "日".encode()
+    assert pieces_of(byte_level, [ids[first], EOS_ID, *(ids[byte] for byte in rest), EOS_ID]) == ["", "", "", "日", "", ""]
+
+
+def test_a_character_cut_at_the_end_is_dropped(byte_level: Tokenizer) -> None:
+    ids = byte_ids()
+    assert "".join(pieces_of(byte_level, [ids[byte] for byte in "ok 日".encode()[:-1]])) == "ok "

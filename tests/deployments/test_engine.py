@@ -1,0 +1,177 @@
+import threading
+import time
+from collections import deque
+from collections.abc import Iterator
+
+import msgspec
+import pytest
+import zmq
+
+from loray.cluster.channel import Address, bind
+from loray.deployments.adapters import Adapter, AdapterTable
+from loray.deployments.block_pool import BlockPool
+from loray.deployments.engine import Engine
+from loray.deployments.request import GenerationRequest, TokenEvent
+from loray.deployments.scheduler import Scheduler
+from loray.models.step import Sampling, Step, StepResult
+from tests.deployments.simulated_rank import SimulatedRank, greedy
+
+NUM_BLOCKS, BLOCK, NUM_PAGES = 32, 4, 4
+
+
+class RankInProcess:
+    """Steps queue up and run when their result is asked for, like on a real rank; `gate` holds the rank back."""
+
+    def __init__(self) -> None:
+        self.rank = SimulatedRank(NUM_BLOCKS, BLOCK, NUM_PAGES)
+        self.queue: deque[Step] = deque()
+        self.woken = threading.Event()
+        self.gate = threading.Event()
+        self.gate.set()
+
+    def send(self, step: Step) -> None:
+        self.queue.append(step)
+
+    def receive(self, timeout_ms: int) -> StepResult | None:
+        if self.queue and self.gate.is_set():
+            return self.rank.execute(self.queue.popleft())
+        self.woken.wait(0.02 if self.queue else timeout_ms / 1000)
+        self.woken.clear()
+        return None
+
+
+class Client:
+    """Listens where the engine sends tokens, over a real socket."""
+
+    def __init__(self, engine: Engine) -> None:
+        self.engine = engine
+        self.socket, self.address = bind(zmq.PULL, "127.0.0.1")
+        self.events: dict[str, list[TokenEvent]] = {}
+        self.ended: dict[str, threading.Event] = {}
+
+    def submit(self, name: str, prompt: list[int], max_new_tokens: int = 8, adapter: Adapter | None = None, output: list[int] | None = None) -> None:
+        self.events[name] = []
+        self.ended[name] = threading.Event()
+        request = GenerationRequest(
+            request_id=name, prompt_ids=prompt, output_ids=output or [], max_new_tokens=max_new_tokens, sampling=Sampling()
+        )
+        self.engine.submit(request, adapter, self.address, self.ended[name].set)
+
+    def finish(self, name: str) -> list[TokenEvent]:
+        while not (self.events[name] and self.events[name][-1].is_last):
+            assert self.socket.poll(5000), f"no last event for {name}"
+            for event in msgspec.msgpack.decode(self.socket.recv(), type=list[TokenEvent]):
+                self.events[event.request_id].append(event)
+        assert self.ended[name].wait(5)
+        return self.events[name]
+
+    def tokens(self, name: str) -> list[int]:
+        return [token for event in self.finish(name) for token in event.token_ids]
+
+
+@pytest.fixture
+def steps() -> RankInProcess:
+    return RankInProcess()
+
+
+@pytest.fixture
+def engine(steps: RankInProcess) -> Iterator[Engine]:
+    scheduler = Scheduler(BlockPool(NUM_BLOCKS, BLOCK), AdapterTable(NUM_PAGES), max_batch_tokens=16, max_running=8)
+    engine = Engine(scheduler, steps, steps.woken.set, eos_ids=[], max_waiting=3)
+    engine.start(on_failure=lambda reason: pytest.fail(reason))
+    yield engine
+    deadline = time.monotonic() + 5
+    while engine.stats()["kv_blocks_used"] or engine.stats()["adapter_references"]:
+        assert time.monotonic() < deadline, f"something is left behind: {engine.stats()}"
+        time.sleep(0.01)
+
+
+@pytest.fixture
+def client(engine: Engine) -> Client:
+    return Client(engine)
+
+
+def test_the_first_event_says_accepted_and_the_last_says_why_it_ended(client: Client) -> None:
+    client.submit("r", [1, 2, 3])
+    events = client.finish("r")
+    assert not events[0].token_ids and not events[0].is_last
+    assert [event.finish_reason for event in events[1:]] == [""] * 7 + ["length"]
+    assert client.tokens("r") == greedy("", [1, 2, 3], 8)
+
+
+def test_a_request_continues_where_another_replica_left_it(client: Client) -> None:
+    tokens = greedy("", [1, 2, 3], 8)
+    client.submit("r", [1, 2, 3], output=tokens[:5])
+    assert client.tokens("r") == tokens[5:]
+
+
+def test_a_request_that_never_fits_is_refused_with_both_numbers(client: Client) -> None:
+    client.submit("r", [1] * 100, max_new_tokens=100)
+    (event,) = client.finish("r")
+    assert event.error == "InvalidRequest" and "200" in event.message and "128" in event.message
+
+
+def test_an_adapter_larger_than_the_pool_is_refused(client: Client) -> None:
+    client.submit("r", [1], adapter=Adapter("huge", "v", "huge", NUM_PAGES + 1))
+    (event,) = client.finish("r")
+    assert event.error == "AdapterFailed" and "huge" in event.message
+
+
+def test_a_full_queue_is_answered_with_overloaded(client: Client, steps: RankInProcess) -> None:
+    steps.gate.clear()
+    for i in range(20):
+        client.submit(str(i), [i] * 10)
+    steps.gate.set()
+    endings = [client.finish(str(i))[-1] for i in range(20)]
+    refused = [event for event in endings if event.error]
+    assert refused and all(event.error == "Overloaded" for event in refused)
+    assert any(event.finish_reason == "length" for event in endings)
+
+
+def test_an_abort_frees_everything_and_ends_the_call(client: Client, steps: RankInProcess, engine: Engine) -> None:
+    steps.gate.clear()
+    client.submit("gone", [1] * 10, max_new_tokens=50, adapter=Adapter("a", "a", "a", 1))
+    client.submit("stays", [2] * 10)
+    engine.abort("gone")
+    engine.abort("never there")
+    steps.gate.set()
+    assert client.ended["gone"].wait(5)
+    assert client.tokens("stays") == greedy("", [2] * 10, 8)
+
+
+def test_an_adapter_that_can_not_be_loaded_fails_its_own_requests_alone(client: Client, steps: RankInProcess, engine: Engine) -> None:
+    steps.rank.bad_paths = {"bad"}
+    bad = Adapter("bad", "bad", "bad", 1)
+    good = Adapter("good", "good", "good", 1)
+    client.submit("1", [1], adapter=bad)
+    client.submit("2", [1], adapter=good)
+    client.submit("3", [1])
+    assert client.finish("1")[-1].error == "AdapterFailed" and "unreadable" in client.finish("1")[-1].message
+    assert client.tokens("2") == greedy("good", [1], 8)
+    assert client.tokens("3") == greedy("", [1], 8)
+    assert engine.stats()["adapters_resident"] == 1
+    steps.rank.bad_paths = set()
+    client.submit("4", [1], adapter=bad)
+    assert client.tokens("4") == greedy("bad", [1], 8)
+
+
+def test_an_ingress_that_is_gone_stops_nobody(client: Client, engine: Engine) -> None:
+    ended = threading.Event()
+    request = GenerationRequest(request_id="lost", prompt_ids=[1], max_new_tokens=20, sampling=Sampling())
+    nowhere = Address("tcp://127.0.0.1:9", zmq.curve_keypair()[0])
+    engine.submit(request, None, nowhere, ended.set)
+    assert ended.wait(5)
+    client.submit("r", [1])
+    assert client.tokens("r") == greedy("", [1], 8)
+
+
+def test_pending_work_without_results_counts_as_a_stall(client: Client, steps: RankInProcess, engine: Engine) -> None:
+    assert engine.seconds_stalled() == 0
+    steps.gate.clear()
+    client.submit("r", [1])
+    deadline = time.monotonic() + 5
+    while engine.seconds_stalled() < 0.1:
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+    steps.gate.set()
+    client.finish("r")

@@ -1,0 +1,88 @@
+"""A driver as small as can be: plays requests on a Runner, alone or together, whole or in chunks."""
+
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import torch
+
+from loray.models.parallel import Parallel
+from loray.models.runner import Runner
+from loray.models.step import AdapterLoad, Admission, Row, Sampling, Step
+
+BLOCK_SIZE = 16
+
+
+@dataclass
+class Request:
+    prompt: list[int]
+    page_ids: list[int] = field(default_factory=list)
+    sampling: Sampling = field(default_factory=Sampling)
+    num_new: int = 8
+
+
+@dataclass
+class Output:
+    token_ids: list[int] = field(default_factory=list)
+    logprobs: list[float] = field(default_factory=list)
+
+
+class Conductor:
+    def __init__(
+        self,
+        folder: Path,
+        parallel: Parallel | None = None,
+        device: str = "cpu",
+        dtype: torch.dtype = torch.float32,
+        max_running: int = 16,
+        max_total_tokens: int = 128,
+        num_pages: int = 32,
+    ) -> None:
+        self.runner = Runner(folder, parallel or Parallel(), torch.device(device), dtype, max_running, max_total_tokens, BLOCK_SIZE)
+        self.report = self.runner.report(0.5)
+        self.max_blocks = -(-(max_total_tokens + 1) // BLOCK_SIZE)
+        self.runner.allocate(max_running * self.max_blocks, num_pages)
+        self.step_id = 0
+
+    def step(
+        self, rows: list[Row] | None = None, admissions: list[Admission] | None = None, loads: list[AdapterLoad] | None = None
+    ) -> tuple[list[int], list[float], dict[int, str]]:
+        self.step_id += 1
+        result = self.runner.execute(Step(self.step_id, loads or [], admissions or [], rows or []))
+        assert result.step_id == self.step_id
+        return result.token_ids, result.logprobs, result.failed_loads
+
+    def load(self, folder: Path, page_ids: list[int]) -> None:
+        assert self.step(loads=[AdapterLoad(str(folder), page_ids)])[2] == {}
+
+    def blocks(self, slot: int, start: int, end: int) -> list[int]:
+        """Ids of the blocks that tokens start..end need beyond those before start: scattered over the pool, every slot its own."""
+        first, last = -(-start // BLOCK_SIZE), -(-end // BLOCK_SIZE)
+        spread = [(slot + 7 * i) % 16 + 16 * i for i in range(self.max_blocks)]
+        return spread[first:last]
+
+    def play(self, requests: list[Request], chunk: int = 10_000, stagger: int = 0) -> list[Output]:
+        """Request i starts stagger * i steps late, so that prefills meet decodes."""
+        outputs = [Output() for _ in requests]
+        computed = [0] * len(requests)
+        clock = 0
+        while any(len(output.token_ids) < request.num_new for output, request in zip(outputs, requests, strict=True)):
+            rows, admissions, sampling = [], [], []
+            for slot, (request, output) in enumerate(zip(requests, outputs, strict=True)):
+                if clock < slot * stagger or len(output.token_ids) == request.num_new:
+                    continue
+                if computed[slot] == 0:
+                    admissions.append(Admission(slot, request.prompt, [], 0, request.page_ids, request.sampling))
+                left = len(request.prompt) + len(output.token_ids) - computed[slot]
+                size = min(chunk, left)
+                rows.append(Row(slot, size, self.blocks(slot, computed[slot], computed[slot] + size), samples=size == left))
+                computed[slot] += size
+                sampling += [slot] * (size == left)
+            token_ids, logprobs, _ = self.step(rows, admissions)
+            for slot, token_id, logprob in zip(sampling, token_ids, logprobs, strict=True):
+                outputs[slot].token_ids.append(token_id)
+                outputs[slot].logprobs.append(logprob)
+            clock += 1
+        return outputs
+
+    def generate(self, prompt: list[int], page_ids: list[int] | None = None, num_new: int = 8) -> Output:
+        return self.play([Request(prompt, page_ids or [], num_new=num_new)])[0]
