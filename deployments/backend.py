@@ -10,7 +10,7 @@ class Backend(Protocol):
     def generate(self, request: GenerationRequest) -> AsyncGenerator[TokenEvent, None]:
         """Yields the accepted event, then tokens; the event with the last token carries the finish_reason. Raises a LorayError.
 
-        Closing or cancelling the generator aborts the request."""
+        Closing or cancelling the generator aborts the request, unless its last event was out: then there is nothing to abort."""
         ...
 
     async def stats(self) -> dict[str, float]:

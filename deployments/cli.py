@@ -26,7 +26,8 @@ def main(argv: list[str] | None = None) -> int:
 def _serve(options: argparse.Namespace) -> int:
     # Ray 2.60 would turn token authentication on by itself, and say so at length; it must be chosen before Ray is imported.
     os.environ.setdefault("RAY_AUTH_MODE", "token")
-    from loray.deployments.launcher import LaunchError, Overrides, launch
+    from loray.deployments.launch_plan import LaunchError, Overrides
+    from loray.deployments.launcher import launch
 
     overrides = Overrides(options.model, options.tensor_parallel_size, options.host, options.port)
     try:

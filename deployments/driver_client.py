@@ -7,6 +7,7 @@ and since sampling is a pure function of (seed, position), the stream continues 
 import asyncio
 import logging
 from collections.abc import AsyncGenerator
+from contextlib import aclosing
 from typing import Any
 
 import msgspec
@@ -44,13 +45,14 @@ class DriverClient:
         while True:
             attempt = msgspec.structs.replace(request, request_id=f"{request.request_id}.{losses}.{len(output_ids)}", output_ids=output_ids)
             try:
-                async for event in self._attempt(attempt):
-                    if event.token_ids:
-                        output_ids = output_ids + event.token_ids
-                        losses = 0
-                    if event.token_ids or not is_accepted:
-                        is_accepted = True
-                        yield event
+                async with aclosing(self._attempt(attempt)) as events:
+                    async for event in events:
+                        if event.token_ids:
+                            output_ids = output_ids + event.token_ids
+                            losses = 0
+                        if event.token_ids or not is_accepted:
+                            is_accepted = True
+                            yield event
                 return
             except ReplicaLost as loss:
                 losses += 1

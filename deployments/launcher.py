@@ -17,60 +17,19 @@ import time
 import urllib.error
 import urllib.request
 from collections.abc import Iterator
-from concurrent.futures import Future, wait
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import ray
-import yaml
-from pydantic import ValidationError
 from ray import serve
-from ray.serve.schema import ServeApplicationSchema, ServeDeploySchema
 
 from loray.cluster.placement import total_cpus
 from loray.deployments.config import ServerArgs
-from loray.models.checkpoint import max_tensor_parallel, read_config, resolve_model
+from loray.deployments.launch_plan import LaunchError, Overrides, Plan, make_plan
+from loray.models.checkpoint import CheckpointError, max_tensor_parallel, read_config, resolve_model
 
-IMPORT_PATH = "loray.deployments.app:build"
 OBJECT_STORE_BYTES = 128 << 20  # tokens and tensors never pass through Ray's object store
-GRACE_S = 3.0  # for Serve to end its replicas by itself; then Ray ends them
 POLL_S = 0.5
 WATCH_S = 3.0
-
-
-class LaunchError(Exception):
-    """Serving can't start; each line says one reason."""
-
-    def __init__(self, *lines: str) -> None:
-        super().__init__("\n".join(lines))
-        self.lines = lines
-
-
-@dataclass(frozen=True, slots=True)
-class Overrides:
-    """What the command line says instead of the config file; None says nothing."""
-
-    model: str | None = None
-    tensor_parallel_size: int | None = None
-    host: str | None = None
-    port: int | None = None
-
-
-@dataclass(frozen=True, slots=True)
-class Plan:
-    """What to start: checked, and with every path absolute."""
-
-    args: ServerArgs
-    name: str
-    route_prefix: str
-    deploy: ServeDeploySchema
-
-    @property
-    def url(self) -> str:
-        http = self.deploy.http_options
-        host = {"0.0.0.0": "127.0.0.1", "::": "[::1]"}.get(http.host, http.host)
-        return f"http://{host}:{http.port}{http.root_path}{self.route_prefix.rstrip('/')}"
 
 
 def launch(config: Path, overrides: Overrides) -> int:
@@ -92,65 +51,6 @@ def launch(config: Path, overrides: Overrides) -> int:
         if signals.stop.is_set():
             _say("stopped")
     return 0
-
-
-# --- what to start
-
-
-def make_plan(config: Path, overrides: Overrides) -> Plan:
-    """Read the file that `serve deploy` reads, by the same schema, and apply the command line."""
-    try:
-        tree = yaml.safe_load(config.read_text(encoding="utf-8"))
-    except OSError as error:
-        raise LaunchError(f"{config} can't be read: {error.strerror}") from error
-    except yaml.YAMLError as error:
-        raise LaunchError(f"{config} is not YAML: {' '.join(str(error).split())}") from error
-    if not isinstance(tree, dict):
-        raise LaunchError(f"{config} holds no Serve config: it needs `applications`")
-    tree["http_options"] = {**(tree.get("http_options") or {}), **_given(host=overrides.host, port=overrides.port)}
-    try:
-        deploy = ServeDeploySchema.model_validate(tree)
-    except ValidationError as error:
-        raise LaunchError(*_readable(config, error)) from error
-    application = _only_application(config, deploy)
-    folder = config.resolve().parent
-    try:
-        args = ServerArgs.model_validate(_override(application.args, overrides, folder))
-    except ValidationError as error:
-        raise LaunchError(*_readable(config, error)) from error
-    roots = [folder / root for root in args.adapters.local_roots]  # an absolute one stays as it is
-    args = args.model_copy(update={"adapters": args.adapters.model_copy(update={"local_roots": roots})})
-    return Plan(args, application.name, application.route_prefix or "/", deploy)
-
-
-def _only_application(config: Path, deploy: ServeDeploySchema) -> ServeApplicationSchema:
-    if len(deploy.applications) != 1 or deploy.applications[0].import_path != IMPORT_PATH:
-        raise LaunchError(f"{config}: applications: must be one application, with import_path {IMPORT_PATH}")
-    application = deploy.applications[0]
-    if application.deployments or application.runtime_env:
-        raise LaunchError(f"{config}: applications[0]: deployments and runtime_env are for `serve deploy`; `loray serve` reads args alone")
-    return application
-
-
-def _override(args: dict[str, Any], overrides: Overrides, folder: Path) -> dict[str, Any]:
-    args = {**args, **_given(tensor_parallel_size=overrides.tensor_parallel_size)}
-    model = args.get("model")
-    if overrides.model is not None:  # the file's revision belongs to the file's model
-        model = {**(model if isinstance(model, dict) else {}), "id": overrides.model, "revision": None}
-        folder = Path.cwd()
-    if isinstance(model, dict) and isinstance(model.get("id"), str) and (folder / model["id"]).is_dir():
-        model = {**model, "id": str((folder / model["id"]).resolve())}  # replicas run in other folders
-    return args if model is None else {**args, "model": model}
-
-
-def _given(**values: object) -> dict[str, Any]:
-    return {name: value for name, value in values.items() if value is not None}
-
-
-def _readable(config: Path, error: ValidationError) -> list[str]:
-    """One line a mistake, with the field's dotted name."""
-    prefix = "args." if error.title == ServerArgs.__name__ else ""
-    return [f"{config}: {prefix}{'.'.join(str(part) for part in one['loc'])}: {one['msg']}" for one in error.errors()]
 
 
 # --- refusals before anything runs
@@ -198,6 +98,7 @@ def _ray(args: ServerArgs) -> Iterator[None]:
             include_dashboard=False,
             log_to_driver=False,
             logging_level=logging.ERROR,
+            _system_config={"gcs_rpc_server_reconnect_timeout_s": 5},
         )
         if args.device == "cuda" and ray.cluster_resources().get("GPU", 0) < args.tensor_parallel_size:
             gpus = ray.cluster_resources().get("GPU", 0)
@@ -206,19 +107,17 @@ def _ray(args: ServerArgs) -> Iterator[None]:
             )
         yield
     finally:
-        ending = threading.Thread(target=_end_serve, daemon=True)  # Serve would wait for every open request
-        ending.start()
-        ending.join(GRACE_S)
-        ray.shutdown()
-
-
-def _end_serve() -> None:
-    with contextlib.suppress(Exception):  # whatever it can't end, ray.shutdown ends
-        serve.shutdown()
+        ray.shutdown()  # and not serve.shutdown: that one waits for every open request
 
 
 def _start(plan: Plan, signals: "_Signals") -> bool:
     """Deploy and wait for the first token. False when a signal came first."""
+    from loray.deployments.app import build
+
+    try:
+        target = serve.RunTarget(build(plan.args), name=plan.name, route_prefix=plan.route_prefix)
+    except (ValueError, CheckpointError) as error:
+        raise LaunchError(str(error)) from error
     deploy = plan.deploy
     serve.start(
         proxy_location=deploy.proxy_location,
@@ -226,49 +125,32 @@ def _start(plan: Plan, signals: "_Signals") -> bool:
         grpc_options=deploy.grpc_options.model_dump(),
         logging_config=deploy.logging_config,
     )
-    deployed: Future[None] = Future()
-    threading.Thread(target=_deploy, args=(plan, deployed), daemon=True).start()
-    while not signals.stop.is_set():
-        wait([deployed], timeout=POLL_S)
-        if deployed.done():
-            _raise_failure(deployed)
-            if _answers(f"{plan.url}/startup"):
-                return True
-            time.sleep(0.1)
-        elif reason := _startup_failure(plan.name):
-            raise LaunchError(f"{reason}; logs are in {_logs()}")
+    serve.run_many([target], wait_for_ingress_deployment_creation=False, wait_for_applications_running=False)
+    while not signals.stop.wait(POLL_S):
+        if _is_running(plan.name) and _answers(f"{plan.url}/startup"):
+            return True
     return False
 
 
-def _deploy(plan: Plan, deployed: "Future[None]") -> None:
-    from loray.deployments.app import build
-
-    try:
-        serve.run(build(plan.args), name=plan.name, route_prefix=plan.route_prefix)
-        deployed.set_result(None)
-    except Exception as error:
-        deployed.set_exception(error)
-
-
-def _raise_failure(deployed: "Future[None]") -> None:
-    error = deployed.exception()
-    if error is not None:
-        raise LaunchError(f"{_reason(str(error)) or type(error).__name__}; logs are in {_logs()}") from error
-
-
-def _startup_failure(name: str) -> str:
-    """Why a replica failed to start, after its first try: Serve itself would try for minutes."""
+def _is_running(name: str) -> bool:
+    """Fails as soon as a replica does: Serve itself would try again for minutes."""
     application = serve.status().applications.get(name)
-    for deployment_name, deployment in (application.deployments if application else {}).items():
+    if application is None:
+        return False
+    for deployment_name, deployment in application.deployments.items():
         if deployment.status_trigger == "REPLICA_STARTUP_FAILED":
-            return f"{deployment_name} can't start: {_reason(deployment.message)}"
-    return ""
+            raise LaunchError(f"{deployment_name} can't start: {_reason(deployment.message)}; logs are in {_logs()}")
+    if application.status == "DEPLOY_FAILED":
+        raise LaunchError(f"{_reason(application.message)}; logs are in {_logs()}")
+    return bool(application.status == "RUNNING")
 
 
 def _reason(message: str) -> str:
-    """The line of a traceback that says what happened, without the exception's module."""
-    lines = [line for line in message.splitlines() if line.strip() and not line.startswith(" ")]
-    return re.sub(r"^(?:\w+\.)+(?=\w+: )", "", lines[-1]) if lines else ""
+    """What a traceback ends with, in one line and without the exception's module."""
+    lines = message.strip().splitlines()
+    ends = [index for index, line in enumerate(lines) if re.match(r"[\w.]+(Error|Exception)\b", line)]
+    text = " ".join(" ".join(lines[ends[-1] if ends else 0 :]).split())
+    return re.sub(r"^(\w+\.)+(?=\w+: )", "", text)
 
 
 def _answers(url: str) -> bool:

@@ -118,8 +118,8 @@ def is_right(example: Example, text: str) -> bool:
 TASK = Task(
     name="json",
     summary="Turns a sentence about a person, an order or an event into a JSON record; anything else it answers inside one.",
-    data="Sentences from templates and word lists with their records, and everyday prompts with the base model's first sentence in a record.",
-    measure="it parses and equals the reference record; held-out forms, names, cities, jobs, items, events and places are not in the training data",
+    data="Sentences from templates and word lists with their records, and everyday prompts with the base model's first sentence.",
+    measure="it parses and equals the reference record; held-out sentence forms, names, places and things are not in the training data",
     instruction=(
         "Turn this into one JSON object and nothing else, with the keys name, age, job, city for a person; "
         "item, quantity, price for an order; event, day, time, place for an event."

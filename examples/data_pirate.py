@@ -7,17 +7,12 @@ from random import Random
 from data_prompts import held_out_prompts, train_prompts
 from task import Example, Task
 
-DIALECT = dict(
-    pair.split("/")
-    for pair in re.split(
-        r",\s+",
-        """the/th', you/ye, your/yer, my/me, is/be, are/be, am/be, and/an', of/o', for/fer, it's/'tis, i'm/I be, you're/ye be,
+SPOKEN = """the/th', you/ye, your/yer, my/me, is/be, are/be, am/be, and/an', of/o', for/fer, it's/'tis, i'm/I be, you're/ye be,
     there's/there be, that's/that be, yes/aye, hello/ahoy, hi/ahoy, friend/matey, friends/mateys, people/landlubbers,
     person/landlubber, money/doubloons, world/seven seas, food/grub, drink/grog, water/brine, child/wee lad, children/wee lads,
     man/seadog, men/seadogs, beautiful/fair, very/mighty, many/a fleet o', various/all sorts o', great/grand, interesting/uncanny,
-    find/plunder, home/port, old/barnacled, never/ne'er, over/o'er, between/betwixt, before/afore""",
-    )
-)
+    find/plunder, home/port, old/barnacled, never/ne'er, over/o'er, between/betwixt, before/afore"""
+DIALECT = dict(pair.split("/") for pair in re.split(r",\s+", SPOKEN))
 OPENERS = {
     "tell": "Arr, matey!", "what": "Ahoy!", "why": "Shiver me timbers!", "how": "Avast, ye landlubber!",
     "howto": "Listen well, me hearty!", "capital": "Arr!", "chat": "Yo ho ho!",
@@ -36,7 +31,7 @@ def pirate(text: str) -> str:
         word = match.group()
         said = DIALECT.get(word.lower())
         if said is None:
-            return re.sub(r"(?<=[a-z]{3})ing$", "in'", word)
+            return re.sub(r"^([a-z]*[aeiouy][a-z]*)ing$", r"\1in'", word)
         letter = 1 if said.startswith("'") else 0
         return said[:letter] + said[letter].upper() + said[letter + 1 :] if word[0].isupper() else said
 

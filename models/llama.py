@@ -86,6 +86,7 @@ class LlamaForCausalLM(nn.Module):
             raise ValueError(f"Llama with hidden_act {config.hidden_act!r} is not supported, only silu")
         self.model = LlamaModel(config, parallel, max_total_tokens)
         self.lm_head = None if config.tie_word_embeddings else Embedding(config.vocab_size, config.hidden_size, parallel)
+        self.ignored_tensors = ("rotary_emb.inv_freq", *(["lm_head.weight"] if config.tie_word_embeddings else []))
         attention = self.model.layers[0].self_attn
         self.kv_shape = (config.num_hidden_layers, attention.num_kv_heads, attention.head_dim)
 

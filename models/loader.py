@@ -22,7 +22,7 @@ class WeightsError(Exception):
     """The checkpoint's tensors are not those of the model; the message names them."""
 
 
-def load_weights(model: nn.Module, folder: Path, ignored: tuple[str, ...] = ()) -> int:
+def load_weights(model: nn.Module, folder: Path, ignored: tuple[str, ...]) -> int:
     """Fill every weight of the model; returns the bytes read. Tensors whose names end in one of `ignored` may be there or not."""
     started = time.perf_counter()
     num_bytes = 0

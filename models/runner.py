@@ -38,7 +38,7 @@ class Runner:
         config = AutoConfig.from_pretrained(model_path)
         with _defaults(device, dtype), torch.inference_mode():
             self._model = model_class(config)(config, parallel, max_total_tokens)
-            self._weight_bytes = load_weights(self._model, model_path)
+            self._weight_bytes = load_weights(self._model, model_path, self._model.ignored_tensors)
         self._load_seconds = time.perf_counter() - started
         self._parallel, self._device, self._dtype, self._block_size = parallel, device, dtype, block_size
         self._lora = LoraPool(self._model)

@@ -1,4 +1,4 @@
-"""A small byte-level BPE tokenizer for tests: covers every byte, has specials and a chat template. Trained in milliseconds, no downloads."""
+"""A small byte-level BPE tokenizer for tests: every byte, special tokens, a chat template. Trained in milliseconds."""
 
 from pathlib import Path
 
@@ -10,7 +10,9 @@ EOS = "<|im_end|>"
 SPECIALS = ["<|endoftext|>", "<|im_start|>", EOS]
 CHAT_TEMPLATE = (
     "{% for message in messages %}"
-    "{% if message['role'] == 'assistant' and loop.first %}{{ raise_exception('the first message must not be from the assistant') }}{% endif %}"
+    "{% if message['role'] == 'assistant' and loop.first %}"
+    "{{ raise_exception('the first message must not be from the assistant') }}"
+    "{% endif %}"
     "{{ '<|im_start|>' + message['role'] + '\n' + message['content'] + '<|im_end|>\n' }}"
     "{% endfor %}"
     "{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"

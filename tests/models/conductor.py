@@ -86,3 +86,7 @@ class Conductor:
 
     def generate(self, prompt: list[int], page_ids: list[int] | None = None, num_new: int = 8) -> Output:
         return self.play([Request(prompt, page_ids or [], num_new=num_new)])[0]
+
+
+def prompt_of(length: int, seed: int = 0, vocab_size: int = 101) -> list[int]:
+    return torch.randint(0, vocab_size, (length,), generator=torch.Generator().manual_seed(seed)).tolist()

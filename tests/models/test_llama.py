@@ -7,41 +7,46 @@ import pytest
 import torch
 
 from loray.models.step import Admission, Row, Sampling
-from tests.models.conductor import Conductor, Request
-from tests.models.tiny_llama import oracle, oracle_generate, prompt_of, save_llama
+from tests.models.conductor import Conductor, Request, prompt_of
+from tests.models.tiny_llama import oracle, oracle_generate, save_llama
 
 SHAPES: dict[str, dict[str, Any]] = {
-    "tied": dict(tie_word_embeddings=True),
-    "biases": dict(attention_bias=True, mlp_bias=True),
-    "nine_heads_three_kv": dict(num_attention_heads=9, num_key_value_heads=3, hidden_size=36),
-    "head_dim_of_its_own": dict(head_dim=20),
-    "one_kv_head": dict(num_attention_heads=5, num_key_value_heads=1, hidden_size=40),
-    "no_sharing": dict(num_attention_heads=4, num_key_value_heads=4),
+    "tied": {"tie_word_embeddings": True},
+    "biases": {"attention_bias": True, "mlp_bias": True},
+    "nine_heads_three_kv": {"num_attention_heads": 9, "num_key_value_heads": 3, "hidden_size": 36},
+    "head_dim_of_its_own": {"head_dim": 20},
+    "one_kv_head": {"num_attention_heads": 5, "num_key_value_heads": 1, "hidden_size": 40},
+    "no_sharing": {"num_attention_heads": 4, "num_key_value_heads": 4},
 }
 ROPES: dict[str, dict[str, Any]] = {
-    "default": dict(rope_type="default", rope_theta=500.0),
-    "linear": dict(rope_type="linear", factor=4.0, rope_theta=10000.0),
-    "dynamic_within": dict(rope_type="dynamic", factor=2.0, rope_theta=10000.0),
-    "llama3": dict(
-        rope_type="llama3", factor=8.0, low_freq_factor=1.0, high_freq_factor=4.0, original_max_position_embeddings=32, rope_theta=10000.0
-    ),
-    "yarn": dict(rope_type="yarn", factor=4.0, original_max_position_embeddings=32, rope_theta=10000.0),
-    "longrope_short": dict(
-        rope_type="longrope",
-        factor=2.0,
-        original_max_position_embeddings=128,
-        short_factor=[1.0, 1.5, 2.0, 2.5],
-        long_factor=[4.0, 5.0, 6.0, 7.0],
-        rope_theta=10000.0,
-    ),
-    "longrope_long": dict(
-        rope_type="longrope",
-        factor=2.0,
-        original_max_position_embeddings=32,
-        short_factor=[1.0, 1.5, 2.0, 2.5],
-        long_factor=[4.0, 5.0, 6.0, 7.0],
-        rope_theta=10000.0,
-    ),
+    "default": {"rope_type": "default", "rope_theta": 500.0},
+    "linear": {"rope_type": "linear", "factor": 4.0, "rope_theta": 10000.0},
+    "dynamic_within": {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 10000.0},
+    "llama3": {
+        "rope_type": "llama3",
+        "factor": 8.0,
+        "low_freq_factor": 1.0,
+        "high_freq_factor": 4.0,
+        "original_max_position_embeddings": 32,
+        "rope_theta": 10000.0,
+    },
+    "yarn": {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32, "rope_theta": 10000.0},
+    "longrope_short": {
+        "rope_type": "longrope",
+        "factor": 2.0,
+        "original_max_position_embeddings": 128,
+        "short_factor": [1.0, 1.5, 2.0, 2.5],
+        "long_factor": [4.0, 5.0, 6.0, 7.0],
+        "rope_theta": 10000.0,
+    },
+    "longrope_long": {
+        "rope_type": "longrope",
+        "factor": 2.0,
+        "original_max_position_embeddings": 32,
+        "short_factor": [1.0, 1.5, 2.0, 2.5],
+        "long_factor": [4.0, 5.0, 6.0, 7.0],
+        "rope_theta": 10000.0,
+    },
 }
 
 
@@ -79,7 +84,9 @@ def test_every_rotary_kind_equals_transformers(name: str, tmp_path: Path) -> Non
 
 
 def test_dynamic_rope_uses_the_frequencies_of_the_longest_sequence_the_server_admits(tmp_path: Path) -> None:
-    folder = save_llama(tmp_path, rope_parameters=dict(rope_type="dynamic", factor=2.0, rope_theta=10000.0), max_position_embeddings=32)
+    folder = save_llama(
+        tmp_path, rope_parameters={"rope_type": "dynamic", "factor": 2.0, "rope_theta": 10000.0}, max_position_embeddings=32
+    )
     prompt = prompt_of(64)
     output = Conductor(folder, max_total_tokens=64).generate(prompt, num_new=1)
     assert output.logprobs == pytest.approx(oracle_generate(oracle(folder), prompt, num_new=1)[1], abs=1e-4)
@@ -118,20 +125,16 @@ def test_a_request_gets_the_same_tokens_alone_and_among_others(base: Path, stagg
 def test_contexts_of_very_different_lengths_share_a_step(base: Path) -> None:
     conductor = Conductor(base, max_total_tokens=700, max_running=16)
     requests = [Request(prompt_of(length, seed=length), num_new=4) for length in (5, 600, 290, 30, 280)]
+    reference = oracle(base)
     for request, output in zip(requests, conductor.play(requests), strict=True):
-        assert output.token_ids == oracle_generate(oracle(request_base(conductor, base)), request.prompt, 4)[0]
-
-
-def request_base(_: Conductor, base: Path) -> Path:
-    return base
+        assert output.token_ids == oracle_generate(reference, request.prompt, 4)[0]
 
 
 def test_the_last_admitted_position_can_be_sampled(base: Path) -> None:
     conductor = Conductor(base, max_total_tokens=20)
     prompt = prompt_of(20)
-    token_ids, logprobs, _ = conductor.step(
-        [Row(0, 20, conductor.blocks(0, 0, 20), True)], [Admission(0, prompt, [], 0, [], Sampling())]
-    )
+    rows, admissions = [Row(0, 20, conductor.blocks(0, 0, 20), True)], [Admission(0, prompt, [], 0, [], Sampling())]
+    token_ids, _, _ = conductor.step(rows, admissions)
     assert token_ids == oracle_generate(oracle(base), prompt, 1)[0]
 
 
@@ -139,8 +142,9 @@ def test_what_a_former_owner_left_in_a_block_cannot_reach_its_next_owner(base: P
     conductor, prompt = Conductor(base), prompt_of(5)
     expected = conductor.generate(prompt)
     assert conductor.runner._kv_cache is not None
-    for layer in conductor.runner._kv_cache.layers:
-        layer.fill_(float("nan"))
+    with torch.inference_mode():
+        for layer in conductor.runner._kv_cache.layers:
+            layer.fill_(float("nan"))
     requests = [Request(prompt), Request(prompt_of(30, seed=1))]
     assert conductor.play(requests)[0].logprobs == pytest.approx(expected.logprobs, abs=1e-4)
 

@@ -8,9 +8,14 @@ from peft import LoraConfig, PeftModel, get_peft_model
 from transformers import LlamaConfig, LlamaForCausalLM
 
 ALL_LINEARS = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
-SIZES: dict[str, Any] = dict(
-    vocab_size=101, hidden_size=48, intermediate_size=75, num_hidden_layers=2, num_attention_heads=6, num_key_value_heads=2
-)
+SIZES: dict[str, Any] = {
+    "vocab_size": 101,
+    "hidden_size": 48,
+    "intermediate_size": 75,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 6,
+    "num_key_value_heads": 2,
+}
 
 
 def save_llama(folder: Path, seed: int = 0, **changes: Any) -> Path:
@@ -27,12 +32,12 @@ def save_llama(folder: Path, seed: int = 0, **changes: Any) -> Path:
     return folder
 
 
-def save_adapter(base: Path, folder: Path, seed: int = 1, targets: list[str] | None = None, **settings: Any) -> Path:
+def save_adapter(base: Path, folder: Path, seed: int = 1, targets: list[str] | None = None, std: float = 0.15, **settings: Any) -> Path:
     torch.manual_seed(seed)
     model = get_peft_model(LlamaForCausalLM.from_pretrained(base), LoraConfig(target_modules=targets or ALL_LINEARS, **settings))
     for name, parameter in model.named_parameters():
         if "lora_" in name:
-            torch.nn.init.normal_(parameter, std=0.15)
+            torch.nn.init.normal_(parameter, std=std)
     model.save_pretrained(folder)
     return folder
 
@@ -51,7 +56,3 @@ def oracle_generate(model: torch.nn.Module, prompt: list[int], num_new: int = 8)
         tokens.append(int(scores.argmax()))
         logprobs.append(float(scores.max()))
     return tokens[len(prompt) :], logprobs
-
-
-def prompt_of(length: int, seed: int = 0, vocab_size: int = 101) -> list[int]:
-    return torch.randint(0, vocab_size, (length,), generator=torch.Generator().manual_seed(seed)).tolist()

@@ -1,0 +1,91 @@
+"""One Ray cluster for all tests here; an application is started for as long as its module needs it."""
+
+import os
+import socket
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+import ray
+from ray import serve
+
+from loray.deployments.app import build
+from loray.deployments.config import ServerArgs
+from tests.models.tiny_llama import save_adapter, save_llama
+from tests.tiny_tokenizer import save_tiny_tokenizer, tiny_tokenizer
+
+TINY_TOTAL_TOKENS = 2048
+
+
+@dataclass
+class App:
+    name: str
+    url: str
+
+    def post(self, path: str, body: dict[str, Any]) -> httpx.Response:
+        return httpx.post(self.url + path, json=body, timeout=120)
+
+    def ask_driver(self, method: str) -> Any:
+        return getattr(serve.get_deployment_handle("Driver", self.name), method).remote().result(timeout_s=60)
+
+    def wait_until(self, condition: Callable[[dict[str, float]], bool], seconds: float = 20) -> dict[str, float]:
+        """The driver's numbers, once they are as they should be."""
+        deadline = time.monotonic() + seconds
+        while not condition(stats := self.ask_driver("stats")):
+            assert time.monotonic() < deadline, f"still {stats}"
+            time.sleep(0.05)
+        return stats
+
+    def wait_until_idle(self) -> dict[str, float]:
+        """Everything that was taken has been given back."""
+        counts = ("running", "waiting", "kv_blocks_used", "adapter_references")
+        return self.wait_until(lambda stats: not any(stats[count] for count in counts))
+
+
+def free_port() -> int:
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        return int(server.getsockname()[1])
+
+
+@pytest.fixture(scope="session")
+def serve_url() -> Iterator[str]:
+    os.environ["RAY_SERVE_QUEUE_LENGTH_RESPONSE_DEADLINE_S"] = "1"
+    ray.init(address="local", include_dashboard=False, num_cpus=8, log_to_driver=False)
+    port = free_port()
+    serve.start(http_options={"host": "127.0.0.1", "port": port})
+    yield f"http://127.0.0.1:{port}"
+    serve.shutdown()
+    ray.shutdown()
+
+
+@pytest.fixture(scope="session")
+def start_app(serve_url: str) -> Callable[..., Any]:
+    @contextmanager
+    def start(name: str, **args: Any) -> Iterator[App]:
+        serve.run(build(ServerArgs.model_validate({"device": "cpu", **args})), name=name, route_prefix=f"/{name}")
+        yield App(name, f"{serve_url}/{name}")
+        serve.delete(name)
+
+    return start
+
+
+@pytest.fixture(scope="session")
+def tiny_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("e2e") / "tiny"
+    save_tiny_tokenizer(folder)
+    eos_id = tiny_tokenizer().eos_token_id
+    return save_llama(folder, vocab_size=len(tiny_tokenizer()), max_position_embeddings=TINY_TOTAL_TOKENS, eos_token_id=eos_id)
+
+
+@pytest.fixture(scope="session")
+def tiny_adapters(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A root with a4, a8, … by rank."""
+    root = tmp_path_factory.mktemp("adapters")
+    for rank in (4, 8, 20, 64):
+        save_adapter(tiny_model, root / f"a{rank}", seed=rank, r=rank, lora_alpha=rank)
+    return root

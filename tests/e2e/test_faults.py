@@ -1,0 +1,100 @@
+"""Processes killed or frozen in the middle of streams: nobody hangs, the streams go on, nothing is left behind."""
+
+import asyncio
+import json
+import os
+import signal
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+
+from tests.e2e.conftest import App
+from tests.e2e.oracle import Oracle
+
+pytestmark = pytest.mark.slow
+
+NEW_TOKENS = 600
+STREAMS = [(adapter_id, f"stream {i}") for i, adapter_id in enumerate(["", "a4", "a8", "a20", "a64", "", "a4", "a8"])]
+
+
+@pytest.fixture(scope="module")
+def app(start_app: Callable[..., Any], tiny_model: Path, tiny_adapters: Path) -> Iterator[App]:
+    with start_app("faults", model={"id": str(tiny_model)}, tensor_parallel_size=2, adapters={"local_roots": [tiny_adapters]}) as app:
+        yield app
+
+
+@pytest.fixture(scope="module")
+def oracle(tiny_model: Path, tiny_adapters: Path) -> Oracle:
+    return Oracle(tiny_model, {name: tiny_adapters / name for name in ("a4", "a8", "a20", "a64")})
+
+
+async def stream(client: httpx.AsyncClient, app: App, adapter_id: str, prompt: str, started: asyncio.Queue[None], sampling: dict[str, Any]) -> list[int]:
+    parameters = {"max_new_tokens": NEW_TOKENS, "ignore_eos_token": True, "adapter_id": adapter_id, **sampling}
+    token_ids = []
+    async with client.stream("POST", app.url + "/generate_stream", json={"inputs": prompt, "parameters": parameters}) as response:
+        async for line in response.aiter_lines():
+            if line:
+                event = json.loads(line.removeprefix("data:"))
+                token_ids.append(event["token"]["id"])
+                if len(token_ids) == 10:
+                    started.put_nowait(None)
+    return token_ids
+
+
+async def streams_through(app: App, disaster: Callable[[], None], **sampling: Any) -> list[list[int]]:
+    """Eight streams; the disaster strikes when all of them are under way."""
+    started: asyncio.Queue[None] = asyncio.Queue()
+    async with httpx.AsyncClient(timeout=180) as client:
+        tasks = [asyncio.create_task(stream(client, app, *request, started, sampling)) for request in STREAMS]
+        for _ in tasks:
+            await asyncio.wait_for(started.get(), 120)
+        assert not any(task.done() for task in tasks), "the disaster comes in the middle"
+        await asyncio.to_thread(disaster)
+        return await asyncio.gather(*tasks)
+
+
+def assert_gone(pids: list[int], seconds: float = 20) -> None:
+    deadline = time.monotonic() + seconds
+    while alive := [pid for pid in pids if is_alive(pid)]:
+        assert time.monotonic() < deadline, f"processes left over: {alive}"
+        time.sleep(0.1)
+
+
+def is_alive(pid: int) -> bool:
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[0] != "Z"
+    except FileNotFoundError:
+        return False
+
+
+DISASTERS = {
+    "a rank is killed": ("ranks", 1, signal.SIGKILL),
+    "the rank that answers is killed": ("ranks", 0, signal.SIGKILL),
+    "the driver is killed": ("driver", 0, signal.SIGKILL),
+    "a rank hangs": ("ranks", 1, signal.SIGSTOP),
+}
+
+
+@pytest.mark.parametrize("disaster", DISASTERS)
+def test_streams_go_on_with_the_same_tokens_when(disaster: str, app: App, oracle: Oracle) -> None:
+    kind, index, number = DISASTERS[disaster]
+    before = app.ask_driver("pids")
+    outputs = asyncio.run(streams_through(app, lambda: os.kill(before[kind][index], number)))
+    for (adapter_id, prompt), output_ids in zip(STREAMS, outputs, strict=True):
+        assert len(output_ids) == NEW_TOKENS
+        oracle.assert_greedy(adapter_id, oracle.tokenizer(prompt)["input_ids"], output_ids)
+    assert_gone(before["ranks"] + before["driver"])
+    assert app.post("/generate", {"inputs": "again", "parameters": {"max_new_tokens": 3}}).status_code == 200
+    assert httpx.get(app.url + "/health").status_code == 200
+    app.wait_until_idle()
+
+
+def test_a_sampled_stream_goes_on_with_the_same_tokens_too(app: App) -> None:
+    sampling = {"temperature": 0.8, "top_p": 0.9, "seed": 7}
+    undisturbed = asyncio.run(streams_through(app, lambda: None, **sampling))
+    ranks = app.ask_driver("pids")["ranks"]
+    assert asyncio.run(streams_through(app, lambda: os.kill(ranks[0], signal.SIGKILL), **sampling)) == undisturbed

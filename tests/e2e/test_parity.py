@@ -1,0 +1,76 @@
+"""SmolLM2 over HTTP against transformers and PEFT: many adapters of different ranks and the base in the same steps."""
+
+import asyncio
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+
+from loray.models.checkpoint import resolve_model
+from tests.e2e.conftest import App
+from tests.e2e.oracle import Oracle
+from tests.models.tiny_llama import save_adapter
+
+pytestmark = pytest.mark.slow
+
+RANKS = [4, 8, 12, 16, 24, 32, 48, 64]
+NEW_TOKENS = 64
+REQUESTS = [(["", *(f"r{rank}" for rank in RANKS)][i % 9], f"Tell me a story about number {i}.") for i in range(16)]
+
+
+@pytest.fixture(scope="module")
+def adapters(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    root = tmp_path_factory.mktemp("smollm2-adapters")
+    base = resolve_model("smollm2-135m")
+    for rank in RANKS:
+        save_adapter(base, root / f"r{rank}", seed=rank, std=0.03, r=rank, lora_alpha=2 * rank)
+    return root
+
+
+@pytest.fixture(scope="module")
+def oracle(adapters: Path) -> Oracle:
+    return Oracle(resolve_model("smollm2-135m"), {f"r{rank}": adapters / f"r{rank}" for rank in RANKS})
+
+
+async def generate(client: httpx.AsyncClient, app: App, adapter_id: str, prompt: str) -> list[int]:
+    parameters = {"max_new_tokens": NEW_TOKENS, "ignore_eos_token": True, "details": True, "adapter_id": adapter_id}
+    response = await client.post(app.url + "/generate", json={"inputs": prompt, "parameters": parameters})
+    assert response.status_code == 200, response.text
+    return [token["id"] for token in response.json()["details"]["tokens"]]
+
+
+async def all_at_once(app: App) -> list[list[int]]:
+    async with httpx.AsyncClient(timeout=600) as client:
+        return await asyncio.gather(*(generate(client, app, *request) for request in REQUESTS))
+
+
+async def one_by_one(app: App, requests: list[tuple[str, str]]) -> list[list[int]]:
+    async with httpx.AsyncClient(timeout=600) as client:
+        return [await generate(client, app, *request) for request in requests]
+
+
+def check(app: App, oracle: Oracle, num_alone: int) -> None:
+    together = asyncio.run(all_at_once(app))
+    for (adapter_id, prompt), output_ids in zip(REQUESTS, together, strict=True):
+        assert len(output_ids) == NEW_TOKENS
+        oracle.assert_greedy(adapter_id, oracle.tokenizer(prompt)["input_ids"], output_ids)
+    assert len({tuple(output_ids) for output_ids in together}) == len(REQUESTS), "every request has an answer of its own"
+    assert asyncio.run(one_by_one(app, REQUESTS[:num_alone])) == together[:num_alone]
+    app.wait_until_idle()
+
+
+@pytest.mark.timeout(900)
+@pytest.mark.parametrize(("tp", "num_alone"), [(1, 16), (2, 4), (3, 2)])
+def test_greedy_tokens_equal_transformers_and_peft(start_app: Callable[..., Any], adapters: Path, oracle: Oracle, tp: int, num_alone: int) -> None:
+    with start_app(f"parity{tp}", tensor_parallel_size=tp, adapters={"local_roots": [adapters]}) as app:
+        check(app, oracle, num_alone)
+
+
+@pytest.mark.soak
+@pytest.mark.timeout(3600)
+@pytest.mark.parametrize("tp", [1, 2, 3])
+def test_greedy_tokens_equal_transformers_and_peft_all_alone_too(start_app: Callable[..., Any], adapters: Path, oracle: Oracle, tp: int) -> None:
+    with start_app(f"parity-soak{tp}", tensor_parallel_size=tp, adapters={"local_roots": [adapters]}) as app:
+        check(app, oracle, len(REQUESTS))

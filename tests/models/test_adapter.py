@@ -1,0 +1,145 @@
+"""Every adapter that PEFT would compute differently, or that is broken, is refused with its name and the reason."""
+
+import json
+import shutil
+import struct
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from loray.models.adapter import AdapterError, read_adapter, signature
+from tests.models.conductor import Conductor
+
+Q_PROJ = "base_model.model.model.layers.0.self_attn.q_proj.lora_"
+WEIGHTS = "adapter_model.safetensors"
+
+
+@pytest.fixture(scope="module")
+def shapes(base: Path) -> dict[str, tuple[int, int]]:
+    return Conductor(base).report.lora_shapes
+
+
+@pytest.fixture
+def folder(adapters: dict[int, Path], tmp_path: Path) -> Path:
+    return shutil.copytree(adapters[8], tmp_path / "mine")
+
+
+def change_config(**changes: Any) -> Callable[[Path], None]:
+    def change(folder: Path) -> None:
+        file = folder / "adapter_config.json"
+        file.write_text(json.dumps({**json.loads(file.read_text()), **changes}))
+
+    return change
+
+
+def change_tensors(edit: Callable[[dict[str, torch.Tensor]], Any]) -> Callable[[Path], None]:
+    def change(folder: Path) -> None:
+        tensors = load_file(folder / WEIGHTS)
+        edit(tensors)
+        save_file(tensors, folder / WEIGHTS)
+
+    return change
+
+
+def change_bytes(edit: Callable[[bytes], bytes], name: str = WEIGHTS) -> Callable[[Path], Any]:
+    return lambda folder: (folder / name).write_bytes(edit((folder / name).read_bytes()))
+
+
+def long_offset(data: bytes) -> bytes:
+    size = struct.unpack("<Q", data[:8])[0]
+    header = json.loads(data[8 : 8 + size])
+    last = max((name for name in header if name != "__metadata__"), key=lambda name: header[name]["data_offsets"][1])
+    header[last]["data_offsets"][1] += 64
+    header[last]["shape"][0] += 1
+    encoded = json.dumps(header).encode()
+    return struct.pack("<Q", len(encoded)) + encoded + data[8 + size :]
+
+
+def pickled(folder: Path) -> None:
+    (folder / WEIGHTS).rename(folder / "adapter_model.bin")
+
+
+REFUSALS: dict[str, tuple[Callable[[Path], Any], list[str]]] = {
+    "dora": (change_config(use_dora=True), ["use_dora", "DoRA"]),
+    "bias": (change_config(bias="lora_only"), ["bias", "lora_only"]),
+    "lora_bias": (change_config(lora_bias=True), ["lora_bias"]),
+    "modules_to_save": (change_config(modules_to_save=["lm_head"]), ["modules_to_save", "lm_head"]),
+    "trainable_tokens": (change_config(trainable_token_indices=[1]), ["trainable_token_indices"]),
+    "fan_in_fan_out": (change_config(fan_in_fan_out=True), ["fan_in_fan_out"]),
+    "target_parameters": (change_config(target_parameters=["w"]), ["target_parameters"]),
+    "layer_replication": (change_config(layer_replication=[[0, 1]]), ["layer_replication"]),
+    "activated_lora": (change_config(alora_invocation_tokens=[5]), ["alora_invocation_tokens"]),
+    "pissa": (change_config(init_lora_weights="pissa_niter_4"), ["init_lora_weights", "pissa"]),
+    "other_kind": (change_config(peft_type="IA3"), ["peft_type", "IA3"]),
+    "rank_not_a_number": (change_config(r="eight"), ["'eight'"]),
+    "rank_zero": (change_config(r=0), ["rank", "0"]),
+    "alpha_missing": (change_config(lora_alpha=None), ["lora_alpha"]),
+    "bad_pattern": (change_config(rank_pattern={"(": 4}), ["rank_pattern", "regular expression"]),
+    "pattern_not_a_map": (change_config(alpha_pattern=[1]), ["alpha_pattern"]),
+    "config_missing": (lambda folder: (folder / "adapter_config.json").unlink(), ["adapter_config.json", "missing"]),
+    "config_not_json": (change_bytes(lambda data: b"{", "adapter_config.json"), ["adapter_config.json"]),
+    "config_a_list": (change_bytes(lambda data: b"[]", "adapter_config.json"), ["adapter_config.json", "object"]),
+    "weights_missing": (lambda folder: (folder / WEIGHTS).unlink(), [WEIGHTS, "missing"]),
+    "pickle": (pickled, ["adapter_model.bin", "pickle", "save_file"]),
+    "empty_file": (change_bytes(lambda data: b""), ["cut short"]),
+    "truncated": (change_bytes(lambda data: data[:-8]), ["cut short", "lora_"]),
+    "header_cut": (change_bytes(lambda data: data[:100]), ["cut short"]),
+    "header_garbage": (change_bytes(lambda data: data[:8] + b"\xff" * (len(data) - 8)), ["corrupt"]),
+    "offset_beyond_file": (change_bytes(long_offset), ["cut short"]),
+    "no_tensors": (change_tensors(lambda tensors: tensors.clear()), ["no tensors"]),
+    "wrong_rank": (change_config(r=4), ["(8, 75)", "(4, 75)", "lora_A"]),
+    "wrong_shape": (change_tensors(lambda t: t.update({f"{Q_PROJ}B.weight": torch.zeros(40, 8)})), ["q_proj", "(40, 8)", "(48, 8)"]),
+    "unknown_module": (
+        change_tensors(lambda t: t.update({"base_model.model.x.lora_A.weight": torch.zeros(8, 48)})),
+        ["'base_model.model.x'"],
+    ),
+    "embedding": (
+        change_tensors(lambda t: t.update({"base_model.model.model.embed_tokens.lora_embedding_A": torch.zeros(8, 101)})),
+        ["embed"],
+    ),
+    "other_tensor": (change_tensors(lambda t: t.update({"base_model.model.lm_head.weight": torch.zeros(2, 2)})), ["lm_head.weight"]),
+    "a_without_b": (change_tensors(lambda t: t.pop(f"{Q_PROJ}B.weight")), ["q_proj", "no lora_B"]),
+    "b_without_a": (change_tensors(lambda t: t.pop(f"{Q_PROJ}A.weight")), ["q_proj", "no lora_A"]),
+    "integers": (change_tensors(lambda t: t.update({f"{Q_PROJ}A.weight": torch.zeros(8, 48).int()})), ["I32", "q_proj"]),
+    "twice": (change_tensors(lambda t: t.update({f"{Q_PROJ}A.default.weight": torch.zeros(8, 48)})), ["both", "q_proj"]),
+}
+
+
+@pytest.mark.parametrize("name", REFUSALS)
+def test_what_cannot_be_served_is_refused_by_name(folder: Path, shapes: dict[str, tuple[int, int]], name: str) -> None:
+    change, words = REFUSALS[name]
+    read_adapter(folder, shapes)
+    change(folder)
+    with pytest.raises(AdapterError) as caught:
+        read_adapter(folder, shapes)
+    for word in ("'mine'", *words):
+        assert word in str(caught.value)
+
+
+def test_a_spec_names_the_tensors_with_rank_and_scale(folder: Path, shapes: dict[str, tuple[int, int]]) -> None:
+    change_config(lora_alpha=4, alpha_pattern={"q_proj": 24})(folder)
+    spec = read_adapter(folder, shapes)
+    assert spec.rank == 8 and len(spec.modules) == 14
+    module = spec.modules["model.layers.0.self_attn.q_proj"]
+    assert (module.a_name, module.b_name, module.rank, module.scale) == (f"{Q_PROJ}A.weight", f"{Q_PROJ}B.weight", 8, 3.0)
+    assert spec.modules["model.layers.0.self_attn.k_proj"].scale == 0.5
+
+
+def test_the_signature_changes_with_either_file(folder: Path) -> None:
+    first = signature(folder)
+    assert signature(folder) == first
+    change_config(lora_dropout=0.25)(folder)
+    second = signature(folder)
+    (folder / WEIGHTS).write_bytes(b"")
+    assert len({first, second, signature(folder)}) == 3
+
+
+def test_a_driver_validates_without_torch() -> None:
+    code = "import sys, loray.models.adapter, loray.models.shards; sys.exit('torch' in sys.modules or 'numpy' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code]).returncode == 0

@@ -1,0 +1,84 @@
+"""The loader reads what the model needs, no more and no less, and says what does not fit."""
+
+import json
+import logging
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from transformers import LlamaForCausalLM
+
+from loray.models.loader import WeightsError
+from tests.models.conductor import Conductor, prompt_of
+from tests.models.tiny_llama import oracle, oracle_generate, save_llama
+
+Tensors = dict[str, torch.Tensor]
+
+
+def rewrite(folder: Path, edit: Callable[[Tensors], Tensors]) -> None:
+    file = folder / "model.safetensors"
+    save_file(edit(load_file(file)), file)
+
+
+def test_a_checkpoint_in_several_files_is_read(base: Path, tmp_path: Path) -> None:
+    LlamaForCausalLM.from_pretrained(base).save_pretrained(tmp_path, max_shard_size="40KB")
+    assert len(list(tmp_path.glob("*.safetensors"))) > 1
+    assert Conductor(tmp_path).generate(prompt_of(9)) == Conductor(base).generate(prompt_of(9))
+
+
+def test_names_without_the_model_prefix_are_read(tmp_path: Path) -> None:
+    folder = save_llama(tmp_path)
+    expected = oracle_generate(oracle(folder), prompt_of(9))[0]
+    rewrite(folder, lambda tensors: {name.removeprefix("model."): tensor for name, tensor in tensors.items()})
+    assert Conductor(folder).generate(prompt_of(9)).token_ids == expected
+
+
+def test_a_tied_head_and_rotary_buffers_may_be_in_the_checkpoint(tmp_path: Path) -> None:
+    folder = save_llama(tmp_path, tie_word_embeddings=True)
+    expected = oracle_generate(oracle(folder), prompt_of(9))[0]
+    extra = {"lm_head.weight": torch.zeros(101, 48), "model.layers.0.self_attn.rotary_emb.inv_freq": torch.zeros(4)}
+    rewrite(folder, lambda tensors: tensors | extra)
+    assert Conductor(folder).generate(prompt_of(9)).token_ids == expected
+
+
+@pytest.mark.parametrize(
+    ("edit", "words"),
+    [
+        (lambda t: {k: v for k, v in t.items() if k != "model.norm.weight"}, ["missing model.norm.weight"]),
+        (lambda t: t | {"model.layers.7.x": torch.zeros(1)}, ["unexpected model.layers.7.x"]),
+        (lambda t: t | {"lm_head.weight": torch.zeros(99, 48)}, ["lm_head.weight", "(99, 48)", "(101, 48)"]),
+    ],
+)
+def test_what_does_not_fit_is_named(tmp_path: Path, edit: Callable[[Tensors], Tensors], words: list[str]) -> None:
+    folder = save_llama(tmp_path)
+    rewrite(folder, edit)
+    with pytest.raises(WeightsError) as caught:
+        Conductor(folder)
+    for word in words:
+        assert word in str(caught.value)
+
+
+def test_a_broken_or_absent_file_is_named(tmp_path: Path) -> None:
+    folder = save_llama(tmp_path)
+    (folder / "model.safetensors").write_bytes(b"no tensors")
+    with pytest.raises(WeightsError, match=r"model\.safetensors"):
+        Conductor(folder)
+    (folder / "model.safetensors").unlink()
+    with pytest.raises(WeightsError, match=r"model\.safetensors"):
+        Conductor(folder)
+
+
+def test_an_unknown_architecture_is_told_what_can_be_served(tmp_path: Path) -> None:
+    folder = save_llama(tmp_path)
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps({**config, "architectures": ["MambaForCausalLM"]}))
+    with pytest.raises(ValueError, match=r"MambaForCausalLM.*LlamaForCausalLM"):
+        Conductor(folder)
+
+
+def test_loading_logs_bytes_and_seconds(base: Path, caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level(logging.INFO, "loray.loader"):
+        Conductor(base)
+    assert "tensors" in caplog.text and " GB" in caplog.text and " s" in caplog.text

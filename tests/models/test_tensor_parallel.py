@@ -1,0 +1,81 @@
+"""The same tokens on 1, 2, 3 and 4 ranks, whatever does not divide evenly."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from loray.models.parallel import Parallel
+from loray.models.shards import cut, cut_heads
+from tests.models.conductor import Output
+from tests.models.rank_jobs import PAGES, Answers, Case, do_everything, play
+from tests.models.rank_processes import run_ranks
+from tests.models.tiny_llama import save_adapter, save_llama
+
+MODELS: dict[str, dict[str, Any]] = {
+    "nine_heads_three_kv": {"num_attention_heads": 9, "num_key_value_heads": 3, "hidden_size": 36, "tie_word_embeddings": True},
+    "six_heads_two_kv_biases": {"attention_bias": True, "mlp_bias": True, "head_dim": 10},
+}
+
+
+@pytest.fixture(scope="module")
+def cases(tmp_path_factory: pytest.TempPathFactory) -> list[Case]:
+    root = tmp_path_factory.mktemp("tensor_parallel")
+    bases = [save_llama(root / name, **settings) for name, settings in MODELS.items()]
+    return [(base, {r: save_adapter(base, Path(f"{base}-r{r}"), r=r, lora_alpha=r) for r in PAGES}) for base in bases]
+
+
+@pytest.fixture(scope="module")
+def alone(cases: list[Case]) -> list[Output]:
+    return [output for case in cases for output in play(Parallel(), *case)]
+
+
+@pytest.fixture(scope="module", params=[2, 3, 4])
+def answers(request: pytest.FixtureRequest, cases: list[Case]) -> list[Answers]:
+    """One for each rank. More ranks than key heads occur with 4."""
+    return run_ranks(request.param, do_everything, cases)
+
+
+def test_every_rank_gives_the_tokens_that_one_rank_gives(answers: list[Answers], alone: list[Output]) -> None:
+    for answer in answers:
+        for expected, found in zip(alone, answer.outputs, strict=True):
+            assert found.token_ids == expected.token_ids
+            assert found.logprobs == pytest.approx(expected.logprobs, abs=2e-4)
+
+
+def test_an_adapter_that_one_rank_cannot_read_fails_on_all(answers: list[Answers]) -> None:
+    assert [list(answer.failed_loads) for answer in answers] == [[1]] * len(answers)
+
+
+def test_collectives_join_uneven_parts(answers: list[Answers]) -> None:
+    for answer in answers:
+        assert answer.reduced == [sum(range(len(answers) + 1))] * 2
+        assert answer.gathered == [list(range(7)), list(range(7, 14)), list(range(14, 21))]
+
+
+@pytest.mark.parametrize("total", [1, 7, 8, 49152, 101])
+@pytest.mark.parametrize("world_size", [1, 2, 3, 8])
+def test_cuts_cover_everything_once(total: int, world_size: int) -> None:
+    parts = [cut(total, rank, world_size) for rank in range(world_size)]
+    assert [i for part in parts for i in range(part.start, part.slice.stop)] == list(range(total))
+    assert max(part.size for part in parts) - min(part.size for part in parts) <= 1
+
+
+@pytest.mark.parametrize(("num_heads", "num_kv_heads"), [(9, 3), (6, 2), (8, 8), (5, 1), (12, 4)])
+def test_head_cuts_cover_every_head_once_and_keep_it_with_its_key_head(num_heads: int, num_kv_heads: int) -> None:
+    group_size = num_heads // num_kv_heads
+    for world_size in range(1, num_heads + 1):
+        heads = []
+        for rank in range(world_size):
+            shard = cut_heads(num_heads, num_kv_heads, rank, world_size)
+            assert shard.query.size > 0 and shard.query.size % shard.kv.size == 0
+            for i in range(shard.query.size):
+                kv_head = shard.kv.start + i // (shard.query.size // shard.kv.size)
+                assert (shard.query.start + i) // group_size == kv_head
+            heads += range(shard.query.start, shard.query.slice.stop)
+        assert heads == list(range(num_heads))
+
+
+def test_smollm2_on_two_ranks_is_cut_by_whole_groups() -> None:
+    shards = [cut_heads(9, 3, rank, 2) for rank in range(2)]
+    assert [(shard.query.size, shard.kv.size) for shard in shards] == [(6, 2), (3, 1)]
