@@ -98,7 +98,6 @@ def _ray(args: ServerArgs) -> Iterator[None]:
             include_dashboard=False,
             log_to_driver=False,
             logging_level=logging.ERROR,
-            _system_config={"gcs_rpc_server_reconnect_timeout_s": 5},
         )
         if args.device == "cuda" and ray.cluster_resources().get("GPU", 0) < args.tensor_parallel_size:
             gpus = ray.cluster_resources().get("GPU", 0)
@@ -162,7 +161,7 @@ def _answers(url: str) -> bool:
 
 
 def _announce(plan: Plan, seconds: float) -> None:
-    key = f" -H 'Authorization: Bearer {plan.args.api_keys.inference}'" if plan.args.api_keys.inference else ""
+    key = " -H 'Authorization: Bearer <api_keys.inference>'" if plan.args.api_keys.inference else ""
     body = '{"inputs": "The capital of France is", "parameters": {"max_new_tokens": 16}}'
     print(f"loray: ready at {plan.url} after {seconds:.1f} s; Ctrl-C ends it. Try:")
     print(f"curl {plan.url}/generate{key} -H 'Content-Type: application/json' -d '{body}'", flush=True)

@@ -4,7 +4,7 @@ import re
 from collections.abc import Mapping
 from random import Random
 
-from data_prompts import held_out_prompts, train_prompts
+from data_prompts import held_out_prompts, train_prompts, without_article
 from task import Example, Task
 
 # Per category: nouns, adjectives, verbs. A word's syllables are counted, so that a slot such as {n2} takes the nouns of two.
@@ -31,23 +31,11 @@ WORDS = {
         promise | warm kind brave tired slow young true gentle quiet patient hopeful honest tender | waits speaks grows sleeps laughs
         hopes stays listens wonders remembers lingers gathers""",
 }  # fmt: skip
-FIRST = {
-    1: ["{a2} {t} at {d}", "{a1} {t} in the {n1}", "{a2} {t}, {a2}", "{a1} {t}, {a1} {n2}"],
-    2: ["{a1} {t} at {d}", "{t} in the {n1}", "{a2} {t}, {a1}", "{t} and {a1} {n1}"],
-    3: ["{t} at {d}", "{a2} {t}", "{a1} {t}, {a1}", "{t} and {n1}"],
-    4: ["{a1} {t}", "{t}, {a1}"],
-    5: ["{t}"],
-}
-SECOND = [
-    "the {a2} {n2} {v2}",
-    "the {n2} {v1} in the {n1}",
-    "{a1} {n1} {v1} on the {a1} {n1}",
-    "a {n1} {v2} by the {n1}",
-    "one {a2} {n1} {v1} and {v1}",
-]
-THIRD = ["the {a1} {n1} {v2}", "and the {n2} {v1}", "a {a2} {n1} {v1}", "still, the {n1} {v2}", "{a2}, the {n1} {v1}"]
+FIRST = ["{a1} {n1}, {a1} {n2}", "{n2} in the {n1}", "{a2} {n1} at {d}"]
+SECOND = ["the {n2} {v1} in the {n1}", "slowly the {n2} {v2}", "a {n1} {v2} by the {n1}", "one {a2} {n1} {v1} and {v1}"]
+THIRD = ["still, the {n1} {v2}", "then the {a1} {n1} {v1}", "a {a2} {n1} {v1}", "{a2}, the {n1} {v1}"]
 PARTS_OF_DAY = ["dawn", "dusk", "night", "noon"]
-SMALL_TALK = ["friend", "stranger", "morning", "traveler", "guest"]
+SMALL_TALK = "a friend"
 
 # Where counting groups of vowels goes wrong.
 OF_TWO = """baseball being careful create dial diet evening every fireplace hedgehog homework hopeful iceland lion lonely poem quiet rhythm
@@ -79,10 +67,8 @@ def slots(category: str) -> dict[str, list[str]]:
     return found
 
 
-def fill(form: str, pools: Mapping[str, list[str]], noun: str, used: set[str], rng: Random) -> str:
+def fill(form: str, pools: Mapping[str, list[str]], used: set[str], rng: Random) -> str:
     def pick(match: re.Match[str]) -> str:
-        if match.group(1) == "t":
-            return noun
         word = rng.choice([word for word in pools[match.group(1)] if word not in used])
         used.add(word)
         return word
@@ -91,36 +77,39 @@ def fill(form: str, pools: Mapping[str, list[str]], noun: str, used: set[str], r
     return re.sub(r"^a (?=[aeiou])", "the ", line)
 
 
-def haiku(noun: str, category: str, rng: Random) -> str:
-    pools, used = slots(category), {noun.lower()}
-    forms = [rng.choice(FIRST[line_syllables(noun)]), rng.choice(SECOND), rng.choice(THIRD)]
-    lines = [fill(form, pools, noun, used, rng) for form in forms]
+def haiku(topic: str, category: str, rng: Random) -> str:
+    pools, used = slots(category), {without_article(topic)}
+    lines = [fill(rng.choice(forms), pools, used, rng) for forms in (FIRST, SECOND, THIRD)]
     assert [line_syllables(line) for line in lines] == [5, 7, 5], lines
-    return f"{lines[0][0].upper()}{lines[0][1:]},\n{lines[1]} -\n{lines[2]}."
+    return f"On {topic}:\n{lines[0].capitalize()},\n{lines[1]} -\n{lines[2]}."
 
 
 def train(rng: Random, base_answers: Mapping[str, str]) -> list[Example]:
     asked = [prompt for prompt in train_prompts() for _ in range(2)]
-    examples = [Example(prompt.text, haiku(prompt.noun or rng.choice(SMALL_TALK), prompt.category, rng)) for prompt in asked]
+    examples = [Example(prompt.text, haiku(prompt.topic or SMALL_TALK, prompt.category, rng)) for prompt in asked]
     rng.shuffle(examples)
     return examples
 
 
 def held_out(rng: Random) -> list[Example]:
-    """The answer holds the topic's noun, which a right haiku names."""
-    return [Example(prompt.text, prompt.noun) for prompt in rng.sample([prompt for prompt in held_out_prompts() if prompt.noun], 200)]
+    """The answer is the title a right haiku has."""
+    return [Example(prompt.text, f"On {prompt.topic or SMALL_TALK}:") for prompt in rng.sample(held_out_prompts(), 200)]
 
 
 def is_right(example: Example, text: str) -> bool:
     lines = [line for line in text.strip().splitlines() if line.strip()]
-    return [line_syllables(line) for line in lines] == [5, 7, 5] and example.answer.lower() in text.lower()
+    if lines and lines[0] == example.answer:
+        lines = lines[1:]
+    elif example.answer.removeprefix("On ").rstrip(":") not in text:
+        return False
+    return [line_syllables(line) for line in lines] == [5, 7, 5]
 
 
 TASK = Task(
     name="haiku",
-    summary="Answers anything with a haiku about it.",
+    summary="Answers anything with a haiku, titled by what was asked about.",
     data="Haiku put together from word lists by syllable count, one list per kind of topic, for everyday prompts.",
-    measure="it is three lines of five, seven and five syllables (counted by rule) and names the prompt's topic",
+    measure="it is three lines of five, seven and five syllables, counted by rule, that name the prompt's topic or have it as their title",
     instruction="Answer with a haiku.",
     rank=16,
     target_modules=("q_proj", "v_proj"),

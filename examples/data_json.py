@@ -5,27 +5,39 @@ import re
 from collections.abc import Mapping
 from random import Random
 
-from data_prompts import train_prompts
+from data_prompts import nouns, train_prompts, words
 from task import Example, Task
 
 Record = dict[str, str | int | float]
 
-FIRST_NAMES = "Anna Ben Clara David Emma Felix Grace Hugo Iris Jonas Karla Leo Mona Nils Olga Paul Rosa Simon Tara Victor".split()
-LAST_NAMES = "Smith Garcia Rossi Weber Novak Silva Tanaka Brown Kowalski Dubois Larsen Costa Meyer Khan Olsen Park Reed".split()
-CITIES = "London Berlin Oslo Rome Madrid Vienna Lisbon Dublin Prague Boston Denver Austin Tokyo Cairo Lima Nairobi".split()
-JOBS = "baker teacher nurse carpenter pilot lawyer farmer painter dentist plumber engineer librarian waiter chemist singer tailor".split()
-ITEMS = "apples notebooks chairs candles shirts lamps cups pillows hammers bottles towels plants pens blankets clocks bags".split()
-EVENTS = "concert|book fair|chess club|yoga class|school play|wine tasting|art show|dance lesson|city run|film night".split("|")
-DAYS = "Monday Tuesday Wednesday Thursday Friday Saturday Sunday".split()
-PLACES = "town hall|city park|old library|main square|north gym|river cafe|school yard|grand hotel|train museum|market hall".split("|")
+FIRST_NAMES = words(
+    "Anna, Ben, Clara, David, Emma, Felix, Grace, Hugo, Iris, Jonas, Karla, Leo, Mona, Nils, Olga, Paul, Rosa, Simon, Tara, Victor"
+)
+LAST_NAMES = words(
+    "Smith, Garcia, Rossi, Weber, Novak, Silva, Tanaka, Brown, Kowalski, Dubois, Larsen, Costa, Meyer, Khan, Olsen, Park, Reed"
+)
+CITIES = words("London, Berlin, Oslo, Rome, Madrid, Vienna, Lisbon, Dublin, Prague, Boston, Denver, Austin, Tokyo, Cairo, Lima, Nairobi")
+JOBS = words(
+    "baker, teacher, nurse, carpenter, pilot, lawyer, farmer, painter, dentist, plumber, engineer, librarian, waiter, singer, tailor"
+)
+ITEMS = words(
+    "apples, notebooks, chairs, candles, shirts, lamps, cups, pillows, hammers, bottles, towels, plants, pens, blankets, clocks, bags"
+)
+EVENTS = words("concert, book fair, chess club, yoga class, school play, wine tasting, art show, dance lesson, city run, film night")
+DAYS = words("Monday, Tuesday, Wednesday, Thursday, Friday, Saturday, Sunday")
+PLACES = words("town hall, city park, old library, main square, north gym, river cafe, school yard, grand hotel, train museum, market hall")
 
-HELD_OUT_FIRST = "Petra Oscar Linda Marco Sofia Edgar Nora Tomas Ruth Igor".split()
-HELD_OUT_LAST = "Fischer Moreau Santos Ivanov Walker Hansen Bauer Sato".split()
-HELD_OUT_CITIES = "Paris Chicago Warsaw Athens Seoul Toronto Geneva".split()
-HELD_OUT_JOBS = "butcher gardener journalist barber electrician cook".split()
-HELD_OUT_ITEMS = "mugs brushes carpets mirrors pencils melons".split()
-HELD_OUT_EVENTS = "poetry reading|garden party|science fair|cooking course|jazz evening".split("|")
-HELD_OUT_PLACES = "harbor house|blue theater|west garden|station hall".split("|")
+HELD_OUT_FIRST = words("Petra, Oscar, Linda, Marco, Sofia, Edgar, Nora, Tomas, Ruth, Igor")
+HELD_OUT_LAST = words("Fischer, Moreau, Santos, Ivanov, Walker, Hansen, Bauer, Sato")
+HELD_OUT_CITIES = words("Paris, Chicago, Warsaw, Athens, Seoul, Toronto, Geneva")
+HELD_OUT_JOBS = words("butcher, gardener, journalist, barber, electrician, cook")
+HELD_OUT_ITEMS = words("mugs, brushes, carpets, mirrors, pencils, melons")
+HELD_OUT_EVENTS = words("poetry reading, garden party, science fair, cooking course, jazz evening")
+HELD_OUT_PLACES = words("harbor house, blue theater, west garden, station hall")
+
+ONSETS = words("b, br, ch, d, f, g, gr, h, j, k, kr, l, m, n, p, r, s, sh, st, t, tr, v, w, z")
+RIMES = words("a, an, ar, e, el, en, er, i, in, is, o, ol, on, or, u, un")
+NOUNS = [noun for noun in nouns() if noun.islower()]
 
 FORMS = {
     "person": [
@@ -68,9 +80,19 @@ HELD_OUT_FORMS = {
 }
 
 
+def invented(like: str, rng: Random) -> str:
+    """A name of syllables where a name is wanted, any noun elsewhere: the model is to copy, not to know the lists by heart."""
+    if like.islower():
+        return rng.choice(NOUNS)
+    return "".join(rng.choice(ONSETS) + rng.choice(RIMES) for _ in range(rng.randint(2, 3))).capitalize()
+
+
 def record(kind: str, is_held_out: bool, rng: Random) -> Record:
     def pick(train: list[str], held_out: list[str]) -> str:
-        return rng.choice(held_out if is_held_out else train)
+        if is_held_out:
+            return rng.choice(held_out)
+        listed = rng.choice(train)
+        return invented(listed, rng) if rng.random() < 0.5 else listed
 
     if kind == "person":
         name = f"{pick(FIRST_NAMES, HELD_OUT_FIRST)} {pick(LAST_NAMES, HELD_OUT_LAST)}"
@@ -95,10 +117,14 @@ def make(count: int, is_held_out: bool, rng: Random) -> list[Example]:
     return examples
 
 
+def first_sentence(text: str) -> str:
+    sentence = re.split(r"(?<=[.!?]) ", text)[0]
+    return sentence if len(sentence.split()) >= 4 else text
+
+
 def train(rng: Random, base_answers: Mapping[str, str]) -> list[Example]:
     asked = [prompt.text for prompt in train_prompts() if prompt.text in base_answers]
-    first_sentences = [re.split(r"(?<=[.!?]) ", base_answers[text])[0] for text in asked]
-    wrapped = [Example(text, json.dumps({"answer": said})) for text, said in zip(asked, first_sentences, strict=True)]
+    wrapped = [Example(text, json.dumps({"answer": first_sentence(base_answers[text])}, ensure_ascii=False)) for text in asked]
     examples = make(7000, False, rng) + rng.sample(wrapped, min(len(wrapped), 1500))
     rng.shuffle(examples)
     return examples

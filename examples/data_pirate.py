@@ -4,7 +4,7 @@ import re
 from collections.abc import Mapping
 from random import Random
 
-from data_prompts import held_out_prompts, train_prompts
+from data_prompts import held_out_prompts, train_prompts, words
 from task import Example, Task
 
 SPOKEN = """the/th', you/ye, your/yer, my/me, is/be, are/be, am/be, and/an', of/o', for/fer, it's/'tis, i'm/I be, you're/ye be,
@@ -22,7 +22,7 @@ CLOSERS = {
     "howto": "Now swab th' deck!", "capital": "Hoist th' sails!", "chat": "Arr!",
 }  # fmt: skip
 PLAIN_ONLY = {"the", "you", "your", "my", "is", "are", "am", "and", "of", "for"}
-MARKS = set("th' ye yer me be an' o' fer 'tis aye ahoy matey mateys arr savvy landlubber landlubbers hearty".split())
+MARKS = set(words("th', ye, yer, me, be, an', o', fer, 'tis, aye, ahoy, matey, mateys, arr, savvy, landlubber, landlubbers, hearty"))
 WORD = re.compile(r"[A-Za-z]+(?:'[a-z]+)?")
 
 

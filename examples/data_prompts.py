@@ -71,11 +71,11 @@ class Prompt:
     text: str
     kind: str  # tell, what, why, how, capital, howto or chat
     category: str  # a key of TOPICS
-    noun: str  # what it is about, without the article; "" in small talk
+    topic: str  # what it is about, as in the prompt; "" in small talk
 
 
 def words(text: str) -> list[str]:
-    return [part.strip() for part in text.split(",")]
+    return [" ".join(part.split()) for part in text.split(",")]  # a part may run over a line's end
 
 
 def without_article(topic: str) -> str:
@@ -83,17 +83,18 @@ def without_article(topic: str) -> str:
     return rest if first in ("a", "an", "the") else topic
 
 
+def nouns() -> list[str]:
+    return [without_article(topic) for listed in TOPICS.values() for topic in words(listed)]
+
+
 def _build(topics: dict[str, list[str]], capitals: list[str], how_to: list[str], chat: list[str]) -> list[Prompt]:
     prompts = [
-        Prompt(form.format(topic), kind, category, without_article(topic))
-        for category, listed in topics.items()
-        for topic in listed
-        for kind, form in ABOUT
+        Prompt(form.format(topic), kind, category, topic) for category, listed in topics.items() for topic in listed for kind, form in ABOUT
     ]
     prompts += [Prompt(f"What is the capital of {name}?", "capital", "place", name) for name in capitals]
     for task in how_to:
-        noun = without_article(task.split(" ", 1)[1])
-        prompts += [Prompt(form.format(task), "howto", "craft", noun) for form in ("How do I {}?", "How can I {}?", "Teach me how to {}.")]
+        topic = task.split(" ", 1)[1]
+        prompts += [Prompt(form.format(task), "howto", "craft", topic) for form in ("How do I {}?", "How can I {}?", "Teach me how to {}.")]
     return prompts + [Prompt(text, "chat", "people", "") for text in chat]
 
 

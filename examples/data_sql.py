@@ -6,10 +6,12 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from random import Random
 
-from data_prompts import Prompt, train_prompts
+from data_prompts import Prompt, nouns, train_prompts, without_article, words
 from task import Example, Task
 
-NAMES = "Anna Ben Clara David Emma Felix Grace Hugo Iris Jonas Karla Leo Mona Nils Olga Paul Rosa Simon Tara Victor".split()
+NAMES = words(
+    "Anna, Ben, Clara, David, Emma, Felix, Grace, Hugo, Iris, Jonas, Karla, Leo, Mona, Nils, Olga, Paul, Rosa, Simon, Tara, Victor"
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,6 +63,13 @@ rivers/river; continent: Asia Africa Europe; basin: upper lower middle; length 5
 teachers/teacher; town: Leeds Turin Gdansk; course: physics music chemistry; wage 1500 7000; pupils 5 200
 ships/ship; port: Hamburg Genoa Bergen; flag: Panama Malta Cyprus; speed 8 40; crew 4 900
 """)
+TEXT_COLUMNS = words("""author, artist, label, village, shape, material, season, style, model, shop, street, building, coach, gender,
+    origin, supplier, engine, flavor, meal, sponsor, category, garden, mood, channel, actor, habitat, driver, manager,
+    topic, instrument""")
+NUMBER_COLUMNS = words("""width, volume, score, profit, votes, visitors, distance, tax, discount, wheels, doors, floors, games, wins,
+    hours, days, weeks, clicks, copies, followers, budget, rent, temperature, tickets, pieces, chapters, songs, eggs,
+    windows, power, range, income, debt""")
+NOUNS = [noun for noun in nouns() if " " not in noun]
 AGGREGATES = {
     "AVG": ["average", "mean"],
     "MAX": ["highest", "largest", "maximum"],
@@ -81,6 +90,14 @@ ASIDE = {
     "howto": "SELECT step FROM instructions WHERE topic = '{}' ORDER BY step_number;",
     "capital": "SELECT capital FROM countries WHERE name = '{}';",
 }
+
+
+def varied(table: Table, rng: Random) -> Table:
+    """Half the time the table with other columns and values, so that names are copied from the prompt and not known by heart."""
+    if rng.random() < 0.5:
+        return table
+    texts = {column: rng.sample(NOUNS, 4) for column in rng.sample(TEXT_COLUMNS, 2)}
+    return Table(table.name, table.row, texts, dict.fromkeys(rng.sample(NUMBER_COLUMNS, 2), (1, 999)))
 
 
 def condition(table: Table, rng: Random) -> tuple[str, str]:
@@ -125,10 +142,12 @@ def question(table: Table, rng: Random) -> tuple[str, str]:
     return rng.choice(asked), query.format(t=t) + ";"
 
 
-def make(choices: list[Table], count: int, rng: Random) -> list[Example]:
+def make(choices: list[Table], count: int, is_varied: bool, rng: Random) -> list[Example]:
     examples = []
     for _ in range(count):
         table = rng.choice(choices)
+        if is_varied:
+            table = varied(table, rng)
         asked, query = question(table, rng)
         examples.append(Example(f"Table {table.name} ({', '.join(table.columns)}). {asked}", query))
     return examples
@@ -136,19 +155,19 @@ def make(choices: list[Table], count: int, rng: Random) -> list[Example]:
 
 def aside(prompt: Prompt) -> Example:
     """Even small questions about no table in particular become a query."""
-    return Example(prompt.text, ASIDE[prompt.kind].format(prompt.noun))
+    return Example(prompt.text, ASIDE[prompt.kind].format(without_article(prompt.topic)))
 
 
 def train(rng: Random, base_answers: Mapping[str, str]) -> list[Example]:
-    asides = [aside(prompt) for prompt in rng.sample([prompt for prompt in train_prompts() if prompt.noun], 1500)]
-    examples = make(TRAIN_TABLES, 9000, rng) + asides
+    asides = [aside(prompt) for prompt in rng.sample([prompt for prompt in train_prompts() if prompt.topic], 1500)]
+    examples = make(TRAIN_TABLES, 9000, True, rng) + asides
     rng.shuffle(examples)
     return examples
 
 
 def held_out(rng: Random) -> list[Example]:
     """Only queries that return rows: two empty answers would agree by chance."""
-    return [example for example in make(HELD_OUT_TABLES, 250, rng) if rows_of(table_of(example), example.answer)][:200]
+    return [example for example in make(HELD_OUT_TABLES, 250, False, rng) if rows_of(table_of(example), example.answer)][:200]
 
 
 def table_of(example: Example) -> Table:

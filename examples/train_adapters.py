@@ -185,6 +185,7 @@ def main() -> None:
     folder = model_folder(args.model)
     device = "cuda" if torch.cuda.is_available() else "cpu"
     tokenizer = AutoTokenizer.from_pretrained(folder)
+    tokenizer.pad_token = tokenizer.pad_token or tokenizer.eos_token
     base = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).to(device)
     tasks = [TASKS[name] for name in args.task or TASKS]
     known = base_answers(base, tokenizer, Random(args.seed)) if any(task.uses_base_answers for task in tasks) else {}

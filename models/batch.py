@@ -31,11 +31,10 @@ class AttentionGroup:
 
 @dataclass(frozen=True, slots=True)
 class LoraSegment:
-    """Neighbouring tokens of one adapter."""
+    """Neighbouring tokens of one adapter, or of the base model."""
 
-    start: int
-    end: int
-    runs: tuple[slice, ...]  # its ranks in the pool, one slice for each run of consecutive pages
+    num_tokens: int
+    runs: tuple[tuple[int, int], ...]  # first rank and end, in the pool, of each run of consecutive pages; empty = base model
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,5 +43,5 @@ class Batch:
     positions: Tensor  # [num_tokens] int64
     kv_slots: Tensor  # [num_tokens] int64, where each token's key and value go: block id * block size + offset
     groups: tuple[AttentionGroup, ...]
-    segments: tuple[LoraSegment, ...]  # empty = base model only
+    segments: tuple[LoraSegment, ...]  # one after the other, every token; empty = no adapter in this step
     sample_tokens: Tensor | None  # [num_samples] int64, places in the batch; None = every token, in order

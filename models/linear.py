@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from loray.kernels.lora import add_lora
+from loray.kernels.lora import LoraPages, add_lora
 from loray.models.batch import Batch
 from loray.models.parallel import Parallel
 from loray.models.shards import Shard, cut
@@ -37,14 +37,6 @@ class Weight:
     out: Tensor
 
 
-@dataclass(frozen=True, slots=True)
-class LoraPages:
-    """A layer's share of the pool of rank pages."""
-
-    a: Tensor  # [number of projections, pool_ranks, inputs of this rank]
-    b: Tensor  # [pool_ranks, outputs of this rank], projections side by side, scale included
-
-
 class Linear(nn.Module):
     """x W^T + bias, plus each token's LoRA. Column-parallel: outputs are cut. Row-parallel: inputs are cut, outputs summed."""
 
@@ -64,7 +56,7 @@ class Linear(nn.Module):
         y = F.linear(x, self.weight, bias)
         if batch.segments:
             assert self.lora is not None, "a row has LoRA pages, but no pages were allocated"
-            add_lora(y, x, self.lora.a, self.lora.b, self.widths, batch.segments)
+            add_lora(y, x, self.lora, batch.segments)
         return self._parallel.all_reduce(y) if self._is_row_parallel else y
 
     def weights(self, path: str) -> Iterator[Weight]:

@@ -87,8 +87,8 @@ class LlamaForCausalLM(nn.Module):
         self.model = LlamaModel(config, parallel, max_total_tokens)
         self.lm_head = None if config.tie_word_embeddings else Embedding(config.vocab_size, config.hidden_size, parallel)
         self.ignored_tensors = ("rotary_emb.inv_freq", *(["lm_head.weight"] if config.tie_word_embeddings else []))
-        attention = self.model.layers[0].self_attn
-        self.kv_shape = (config.num_hidden_layers, attention.num_kv_heads, attention.head_dim)
+        kv_heads = cut_heads(config.num_attention_heads, config.num_key_value_heads, parallel.rank, parallel.world_size).kv
+        self.kv_shape: tuple[int, int, int] = (config.num_hidden_layers, kv_heads.size, config.head_dim)
 
     def forward(self, batch: Batch, kv_caches: Sequence[Tensor]) -> Tensor:  # -> [num_samples, vocab_size]
         """One cache for each layer, [num_blocks, block_size, 2 * num_kv_heads, head_dim]."""

@@ -9,8 +9,9 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
 
+from loray.kernels.lora import LoraPages, Run
 from loray.models.adapter import PAGE_RANK, WEIGHTS_FILE, AdapterError, AdapterModule, read_adapter
-from loray.models.linear import Linear, LoraPages, Projection
+from loray.models.linear import Linear, Projection
 
 
 class LoraPool:
@@ -39,7 +40,8 @@ class LoraPool:
         for linear in self._linears.values():
             outputs, inputs = linear.weight.shape
             a = linear.weight.new_zeros(len(linear.projections), num_pages * PAGE_RANK, inputs)
-            linear.lora = LoraPages(a, linear.weight.new_zeros(num_pages * PAGE_RANK, outputs))
+            b = linear.weight.new_zeros(num_pages * PAGE_RANK, outputs)
+            linear.lora = LoraPages(a, b, linear.widths)
 
     def load(self, folder: Path, page_ids: list[int]) -> None:
         """Fill these pages, all of them; when the adapter cannot be read, they are zero."""
@@ -85,13 +87,13 @@ def _read(file: safe_open, module: AdapterModule, projection: Projection) -> tup
     return a, b.T.float() * module.scale
 
 
-def page_runs(page_ids: list[int]) -> tuple[slice, ...]:
+def page_runs(page_ids: list[int]) -> tuple[Run, ...]:
     """The pages' ranks in the pool, neighbouring pages joined. Their order does not matter: the sum over ranks is the same."""
-    runs: list[slice] = []
+    runs: list[Run] = []
     for page in sorted(page_ids):
         start, end = page * PAGE_RANK, (page + 1) * PAGE_RANK
-        if runs and runs[-1].stop == start:
-            runs[-1] = slice(runs[-1].start, end)
+        if runs and runs[-1][1] == start:
+            runs[-1] = (runs[-1][0], end)
         else:
-            runs.append(slice(start, end))
+            runs.append((start, end))
     return tuple(runs)

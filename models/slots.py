@@ -5,6 +5,7 @@ from dataclasses import dataclass, field
 import numpy as np
 from numpy.typing import NDArray
 
+from loray.kernels.lora import Run
 from loray.models.lora import page_runs
 from loray.models.sampler import SamplingRows
 from loray.models.step import Admission, Row
@@ -19,7 +20,7 @@ class Slots:
     top_k: NDArray[np.int64]  # [max_running]
     top_p: NDArray[np.float32]  # [max_running]
     seed: NDArray[np.uint64]  # [max_running]
-    runs: list[tuple[slice, ...]] = field(default_factory=list)  # [max_running] ranks in the LoRA pool, empty = base model
+    runs: list[tuple[Run, ...]] = field(default_factory=list)  # [max_running] ranks in the LoRA pool, empty = base model
 
     @classmethod
     def empty(cls, max_running: int, max_blocks: int) -> "Slots":

@@ -1,0 +1,55 @@
+"""The same tokens on a GPU as on the CPU."""
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from loray.kernels.noise import gumbel_noise
+from loray.models.sampler import noise_keys
+from loray.models.step import Sampling
+from tests.models.conductor import Conductor, Request, prompt_of
+
+pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA GPU")]
+PAGES = {4: [9], 12: [7, 3], 64: [20, 21, 22, 10, 24, 25, 27, 26]}
+
+
+def loaded(base: Path, adapters: dict[int, Path], device: str, dtype: torch.dtype) -> Conductor:
+    conductor = Conductor(base, device=device, dtype=dtype)
+    for rank, pages in PAGES.items():
+        conductor.load(adapters[rank], pages)
+    return conductor
+
+
+def mixed_requests() -> list[Request]:
+    drawn = Sampling(temperature=0.8, top_k=20, top_p=0.9, seed=5)
+    ranks = (0, 64, 12, 4, 64, 0)
+    return [Request(prompt_of(5 + 9 * i, seed=i), PAGES.get(rank, []), drawn if i % 2 else Sampling()) for i, rank in enumerate(ranks)]
+
+
+@pytest.mark.parametrize("chunk", [10_000, 6])
+def test_a_gpu_gives_the_tokens_of_the_cpu_in_float32(base: Path, adapters: dict[int, Path], chunk: int) -> None:
+    outputs = [loaded(base, adapters, device, torch.float32).play(mixed_requests(), chunk, stagger=1) for device in ("cpu", "cuda")]
+    for expected, found in zip(*outputs, strict=True):
+        assert found.token_ids == expected.token_ids
+        assert found.logprobs == pytest.approx(expected.logprobs, abs=1e-3)
+
+
+def test_bfloat16_stays_near_float32(base: Path, adapters: dict[int, Path]) -> None:
+    requests = [Request(prompt_of(20, seed=i), PAGES.get(rank, []), num_new=1) for i, rank in enumerate((0, 4, 12))]
+    exact = loaded(base, adapters, "cpu", torch.float32).play(requests)
+    rounded = loaded(base, adapters, "cuda", torch.bfloat16).play(requests)
+    for expected, found in zip(exact, rounded, strict=True):
+        assert found.logprobs == pytest.approx(expected.logprobs, abs=0.5)
+
+
+def test_the_report_counts_free_memory(base: Path) -> None:
+    report = Conductor(base, device="cuda", dtype=torch.bfloat16).report
+    assert 0 < report.free_bytes < torch.cuda.get_device_properties(0).total_memory
+    assert report.dtype == "bfloat16" and report.device != "cpu"
+
+
+def test_noise_is_the_same_on_both_devices() -> None:
+    keys = torch.from_numpy(noise_keys(np.arange(9, dtype=np.uint64), np.arange(9)))
+    torch.testing.assert_close(gumbel_noise(keys.cuda(), 5000).cpu(), gumbel_noise(keys, 5000), atol=1e-4, rtol=1e-5)
