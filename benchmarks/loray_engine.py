@@ -1,4 +1,4 @@
-"""The engine alone: scheduler, step channel and rank processes, no HTTP and no Serve: `python -m benchmarks.loray_engine MODEL ADAPTERS`."""
+"""The engine alone, without HTTP and Serve: scheduler, step channel, rank processes. `python -m benchmarks.loray_engine MODEL ADAPTERS`"""
 
 import json
 import sys

@@ -11,7 +11,7 @@ os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", "2")
 os.environ.setdefault("VLLM_CPU_OMP_THREADS_BIND", "nobind")
 
-from benchmarks.workload import ADAPTER_SETS, CASES, NEW_TOKENS  # noqa: E402
+from benchmarks.workload import ADAPTER_SETS, CASES, NEW_TOKENS
 
 
 def main(model: Path, adapters: Path) -> None:
@@ -22,7 +22,14 @@ def main(model: Path, adapters: Path) -> None:
         sets = [name for name, ranks in ADAPTER_SETS.items() if max(ranks) == rank]
         cases = [case for case in CASES if case.adapters in sets or (not case.adapters and rank == 16)]
         engine = vllm.LLM(
-            str(model), dtype="float32", enable_lora=True, max_lora_rank=rank, max_loras=8, max_model_len=1024, max_num_seqs=32, enforce_eager=True
+            str(model),
+            dtype="float32",
+            enable_lora=True,
+            max_lora_rank=rank,
+            max_loras=8,
+            max_model_len=1024,
+            max_num_seqs=32,
+            enforce_eager=True,
         )
         for case in cases:
             names = {name: i + 1 for i, name in enumerate(sorted(set(case.adapter_names)))}

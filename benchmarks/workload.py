@@ -71,7 +71,14 @@ def make_adapters(model: Path, root: Path) -> None:
                     tensors[f"{prefix}.lora_A.weight"] = rng.normal(0, 0.02, (rank, inputs)).astype(np.float32)
                     tensors[f"{prefix}.lora_B.weight"] = rng.normal(0, 0.02, (out, rank)).astype(np.float32)
             save_file(tensors, folder / "adapter_model.safetensors")
-            settings = {"peft_type": "LORA", "task_type": "CAUSAL_LM", "r": rank, "lora_alpha": rank, "target_modules": list(LINEARS), "bias": "none"}
+            settings = {
+                "peft_type": "LORA",
+                "task_type": "CAUSAL_LM",
+                "r": rank,
+                "lora_alpha": rank,
+                "target_modules": list(LINEARS),
+                "bias": "none",
+            }
             (folder / "adapter_config.json").write_text(json.dumps(settings))
 
 

@@ -33,7 +33,7 @@ class DriverHeartbeat:
 
     def _run(self) -> None:
         while True:
-            self._socket.poll(PERIOD_S * 1000)
+            self._socket.poll(int(PERIOD_S * 1000))
             while self._socket.poll(0):
                 identity, rank = self._socket.recv_multipart()
                 self._last_seen[int(rank)] = time.monotonic()
@@ -53,7 +53,7 @@ def _beat(address: Address, rank: int, on_silence: Callable[[], None]) -> None:
     last_seen = time.monotonic()
     while time.monotonic() - last_seen <= DEADLINE_S:
         sock.send(str(rank).encode())
-        if sock.poll(PERIOD_S * 1000):
+        if sock.poll(int(PERIOD_S * 1000)):
             while sock.poll(0):
                 sock.recv()
             last_seen = time.monotonic()

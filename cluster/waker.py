@@ -1,5 +1,6 @@
 """Wakes a thread that waits on sockets, from any other thread."""
 
+import contextlib
 import os
 
 
@@ -11,14 +12,10 @@ class Waker:
 
     def wake(self) -> None:
         """`fd` is readable from now on. Any thread may call this."""
-        try:
+        with contextlib.suppress(BlockingIOError):  # the pipe is full of wake-ups already
             os.write(self._write_fd, b"\0")
-        except BlockingIOError:
-            pass  # the pipe is full of wake-ups already
 
     def clear(self) -> None:
-        try:
+        with contextlib.suppress(BlockingIOError):  # nobody has called wake since
             while len(os.read(self.fd, 4096)) == 4096:
                 pass
-        except BlockingIOError:
-            pass  # nobody has called wake since

@@ -1,5 +1,6 @@
 """Finds adapters by name in the configured folders and checks their files. Blocking: call it off the event loop."""
 
+import contextlib
 import dataclasses
 import hashlib
 import os
@@ -39,10 +40,11 @@ class AdapterFiles:
         return sorted({entry.parent.name for root in self._roots for entry in root.glob("*/adapter_config.json")})
 
     def _locate(self, adapter_id: str) -> Path:
-        for root in self._roots:
-            path = Path(os.path.realpath(root / adapter_id))
-            if path != root and path.is_relative_to(os.path.realpath(root)) and (path / "adapter_config.json").is_file():
-                return path
+        with contextlib.suppress(OSError, ValueError):  # a name that no file system can hold
+            for root in self._roots:
+                path, top = Path(os.path.realpath(root / adapter_id)), Path(os.path.realpath(root))
+                if path != top and path.is_relative_to(top) and (path / "adapter_config.json").is_file():
+                    return path
         roots = ", ".join(root.name for root in self._roots)
         raise AdapterNotFound(f"adapter {adapter_id!r} is not in any of the folders this server reads ({roots})")
 

@@ -30,15 +30,17 @@ from loray.models.checkpoint import eos_token_ids, read_config, resolve_model
 
 logger = logging.getLogger("ray.serve.loray")
 
+REPORT_S = 10.0
 STALL_S = 120.0  # a step that takes longer will never end
 
 
 class Driver:
     """`args.device` is "cpu" or "cuda", `args.adapters.local_roots` are absolute: the builder has settled them."""
 
-    async def __init__(self, args: ServerArgs) -> None:
+    async def __init__(self, args: ServerArgs) -> None:  # type: ignore[misc]  # Serve awaits it
         self._loop = asyncio.get_running_loop()
         await asyncio.to_thread(self._start, args)
+        self._reporting = asyncio.create_task(self._report())
 
     def _start(self, args: ServerArgs) -> None:
         started = time.monotonic()
@@ -79,12 +81,15 @@ class Driver:
                 adapter = await asyncio.to_thread(self._files.find, generation.adapter_id)
             except LorayError as error:
                 return self._engine.refuse(generation.request_id, error, reply)
-        self._engine.submit(generation, adapter, reply, lambda: self._loop.call_soon_threadsafe(ended.set))
+        self._engine.submit(generation, adapter, reply, lambda: self._end(ended))
         try:
             await ended.wait()
         except asyncio.CancelledError:
             self._engine.abort(generation.request_id)
             raise
+
+    def _end(self, ended: asyncio.Event) -> None:
+        self._loop.call_soon_threadsafe(ended.set)
 
     async def stats(self) -> dict[str, float]:
         return self._engine.stats()
@@ -101,6 +106,17 @@ class Driver:
 
     async def adapters(self) -> list[str]:
         return await asyncio.to_thread(self._files.names)
+
+    async def _report(self) -> None:
+        """A line in the log every now and then, while there is something to tell."""
+        last = self._engine.stats()
+        while True:
+            await asyncio.sleep(REPORT_S)
+            now = self._engine.stats()
+            if now["steps_total"] > last["steps_total"]:
+                rate = (now["generated_tokens_total"] - last["generated_tokens_total"]) / REPORT_S
+                logger.info("%.1f tokens/s; %s", rate, ", ".join(f"{name} {value:.0f}" for name, value in now.items()))
+            last = now
 
     def check_health(self) -> None:
         """Health means progress: steps come back."""

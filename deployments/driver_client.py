@@ -12,7 +12,7 @@ from typing import Any
 
 import msgspec
 import ray
-from ray.exceptions import RayError
+from ray.exceptions import RayError, RayTaskError
 from ray.serve.handle import DeploymentHandle, DeploymentResponse
 
 from loray.deployments.errors import Incomplete, Unhealthy, from_wire
@@ -120,7 +120,7 @@ def _raise_if_lost(call: asyncio.Task[Any]) -> None:
     if call.cancelled():
         raise ReplicaLost("its call was cancelled")
     error = call.exception()
-    if isinstance(error, RayError):
+    if isinstance(error, RayError) and not isinstance(error, RayTaskError):
         raise ReplicaLost(str(error).splitlines()[0]) from error
-    if error:
-        raise Incomplete(f"the engine failed: {error}") from error
+    if error:  # the replica lives, and would fail in the same way again
+        raise Incomplete(f"the driver failed: {error}") from error

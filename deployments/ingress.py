@@ -21,7 +21,7 @@ from loray.models.checkpoint import resolve_model
 class Ingress:
     """`generate` and `generate_stream` are for `serve.get_app_handle`; they take the body of POST /generate."""
 
-    async def __init__(self, driver: DeploymentHandle, args: ServerArgs) -> None:
+    async def __init__(self, driver: DeploymentHandle, args: ServerArgs) -> None:  # type: ignore[misc]  # Serve awaits it
         folder = await asyncio.to_thread(resolve_model, args.model.id, args.model.revision)
         tokenizer = await asyncio.to_thread(Tokenizer.load, folder, args.model.trust_remote_code)
         facts = await driver.info.remote()

@@ -17,11 +17,8 @@ def size_pools(args: ServerArgs, reports: list[LoadReport]) -> tuple[int, int]:
 
 
 def _rank_pools(args: ServerArgs, report: LoadReport) -> tuple[int, int]:
-    page_bytes = args.adapters.gpu_bytes
-    if args.device == "cuda":
-        page_bytes = int(report.free_bytes * AUTO_GPU_SHARE) if page_bytes == "auto" else int(page_bytes)
-        block_bytes = report.free_bytes - page_bytes
-    else:
-        page_bytes = AUTO_CPU_BYTES if page_bytes == "auto" else int(page_bytes)
-        block_bytes = int(args.kv_cache.cpu_bytes)
+    is_gpu = args.device == "cuda"
+    auto_bytes = int(report.free_bytes * AUTO_GPU_SHARE) if is_gpu else AUTO_CPU_BYTES
+    page_bytes = auto_bytes if args.adapters.gpu_bytes == "auto" else int(args.adapters.gpu_bytes)
+    block_bytes = report.free_bytes - page_bytes if is_gpu else int(args.kv_cache.cpu_bytes)
     return block_bytes // report.block_bytes, page_bytes // report.page_bytes

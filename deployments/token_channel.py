@@ -49,5 +49,6 @@ class TokenReceiver:
 
     async def run(self) -> None:
         while True:
-            for event in self._decoder.decode(await self._socket.recv()):
+            message: bytes = await self._socket.recv()  # type: ignore[misc]  # an asyncio socket's recv is awaitable
+            for event in self._decoder.decode(message):
                 self._deliver(event)

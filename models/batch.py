@@ -26,7 +26,7 @@ class AttentionGroup:
     unpadding: Tensor | None  # [tokens of the group] for each token its place among the padded queries
     blocks: slice | Tensor  # [num_seqs, blocks of the longest] ids of KV blocks; a slice where one sequence's are consecutive
     mask: Tensor | None  # [num_seqs, 1, q_len, context_len] added to the scores; None = see all, or plainly causal
-    is_causal: bool  # q_len == context_len and no mask
+    is_causal: bool  # every sequence starts here: q_len == context_len and no mask
 
 
 @dataclass(frozen=True, slots=True)

@@ -92,7 +92,7 @@ class Planner:
         steps = np.arange(q_len)
         queries = offsets[:, None] + np.minimum(steps, num_tokens[:, None] - 1)  # [num_seqs, q_len], padded with the last token
         is_real = (steps < num_tokens[:, None]).ravel()
-        is_causal = q_len > 1 and bool((context_lens == context_len).all()) and q_len == context_len
+        is_causal = q_len > 1 and not starts.any()  # then shorter sequences see their own keys only, and their padding is dropped
         sees_all = q_len == 1 and bool((context_lens == context_len).all())
         return AttentionGroup(
             num_seqs=len(slots),

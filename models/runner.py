@@ -1,10 +1,14 @@
 """Runs one rank: applies each step of the driver to the model and answers with the new tokens. Schedules nothing."""
 
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 from transformers import AutoConfig
 
@@ -36,7 +40,7 @@ class Runner:
     ) -> None:
         started = time.perf_counter()
         config = AutoConfig.from_pretrained(model_path)
-        with _defaults(device, dtype), torch.inference_mode():
+        with _born_on(device, dtype), torch.inference_mode():
             self._model = model_class(config)(config, parallel, max_total_tokens)
             self._weight_bytes = load_weights(self._model, model_path, self._model.ignored_tensors)
         self._load_seconds = time.perf_counter() - started
@@ -64,7 +68,7 @@ class Runner:
 
     def allocate(self, num_blocks: int, num_pages: int) -> None:
         num_layers, num_kv_heads, head_dim = self._model.kv_shape
-        with _defaults(self._device, self._dtype), torch.inference_mode():
+        with _born_on(self._device, self._dtype), torch.inference_mode():
             self._kv_cache = KVCache(num_layers, num_blocks, self._block_size, num_kv_heads, head_dim)
             self._lora.allocate(num_pages)
 
@@ -124,22 +128,17 @@ class Runner:
         return max(0, int(total * memory_fraction) - (total - free))
 
 
-class _defaults:
-    """Tensors are born on this device, floats in this dtype."""
-
-    def __init__(self, device: torch.device, dtype: torch.dtype) -> None:
-        self._device, self._dtype = device, dtype
-
-    def __enter__(self) -> None:
-        self._previous = torch.get_default_dtype()
-        torch.set_default_dtype(self._dtype)
-        self._device.__enter__()
-
-    def __exit__(self, *error: object) -> None:
-        self._device.__exit__(*error)
-        torch.set_default_dtype(self._previous)
+@contextmanager
+def _born_on(device: torch.device, dtype: torch.dtype) -> Iterator[None]:
+    """Tensors made inside lie on this device, floats among them in this dtype."""
+    previous = torch.get_default_dtype()
+    torch.set_default_dtype(dtype)
+    try:
+        with device:
+            yield
+    finally:
+        torch.set_default_dtype(previous)
 
 
-def _ordered(values: Tensor, order: np.ndarray) -> list:
-    result = values.cpu().numpy()[order]
-    return result.tolist()
+def _ordered(values: Tensor, order: NDArray[np.int64]) -> list[Any]:
+    return values.cpu().numpy()[order].tolist()

@@ -49,7 +49,9 @@ class Client:
         self.events: dict[str, list[TokenEvent]] = {}
         self.ended: dict[str, threading.Event] = {}
 
-    def submit(self, name: str, prompt: list[int], max_new_tokens: int = 8, adapter: Adapter | None = None, output: list[int] | None = None) -> None:
+    def submit(
+        self, name: str, prompt: list[int], max_new_tokens: int = 8, adapter: Adapter | None = None, output: list[int] | None = None
+    ) -> None:
         self.events[name] = []
         self.ended[name] = threading.Event()
         request = GenerationRequest(

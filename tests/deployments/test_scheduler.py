@@ -206,7 +206,11 @@ def test_a_request_whose_adapter_finds_no_pages_blocks_nobody() -> None:
 def test_random_traffic_gets_the_oracles_tokens_and_leaves_nothing_behind(seed: int) -> None:
     rng = random.Random(seed)
     server = Server(
-        num_blocks=rng.randint(14, 40), num_pages=rng.randint(2, 5), max_batch_tokens=rng.choice([5, 16, 64]), max_running=rng.randint(1, 8), eos=3
+        num_blocks=rng.randint(14, 40),
+        num_pages=rng.randint(2, 5),
+        max_batch_tokens=rng.choice([5, 16, 64]),
+        max_running=rng.randint(1, 8),
+        eos=3,
     )
     sequences: list[Sequence] = []
     for _ in range(60):

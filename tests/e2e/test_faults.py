@@ -32,7 +32,9 @@ def oracle(tiny_model: Path, tiny_adapters: Path) -> Oracle:
     return Oracle(tiny_model, {name: tiny_adapters / name for name in ("a4", "a8", "a20", "a64")})
 
 
-async def stream(client: httpx.AsyncClient, app: App, adapter_id: str, prompt: str, started: asyncio.Queue[None], sampling: dict[str, Any]) -> list[int]:
+async def stream(
+    client: httpx.AsyncClient, app: App, adapter_id: str, prompt: str, started: asyncio.Queue[None], sampling: dict[str, Any]
+) -> list[int]:
     parameters = {"max_new_tokens": NEW_TOKENS, "ignore_eos_token": True, "adapter_id": adapter_id, **sampling}
     token_ids = []
     async with client.stream("POST", app.url + "/generate_stream", json={"inputs": prompt, "parameters": parameters}) as response:

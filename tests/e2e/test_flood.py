@@ -96,9 +96,7 @@ def check(app: App, oracle: Oracle, requests: list[Case]) -> None:
     assert stats["preemptions_total"] > 0, "the pool was large enough after all"
 
 
-def test_every_request_of_a_flood_ends_with_the_right_tokens(
-    start_app: Callable[..., Any], tiny_model: Path, tiny_adapters: Path
-) -> None:
+def test_every_request_of_a_flood_ends_with_the_right_tokens(start_app: Callable[..., Any], tiny_model: Path, tiny_adapters: Path) -> None:
     names = ["a4", "a8", "a20", "a64"]
     args = {
         "model": {"id": str(tiny_model)},

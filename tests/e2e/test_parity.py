@@ -63,7 +63,9 @@ def check(app: App, oracle: Oracle, num_alone: int) -> None:
 
 @pytest.mark.timeout(900)
 @pytest.mark.parametrize(("tp", "num_alone"), [(1, 16), (2, 4), (3, 2)])
-def test_greedy_tokens_equal_transformers_and_peft(start_app: Callable[..., Any], adapters: Path, oracle: Oracle, tp: int, num_alone: int) -> None:
+def test_greedy_tokens_equal_transformers_and_peft(
+    start_app: Callable[..., Any], adapters: Path, oracle: Oracle, tp: int, num_alone: int
+) -> None:
     with start_app(f"parity{tp}", tensor_parallel_size=tp, adapters={"local_roots": [adapters]}) as app:
         check(app, oracle, num_alone)
 
@@ -71,6 +73,8 @@ def test_greedy_tokens_equal_transformers_and_peft(start_app: Callable[..., Any]
 @pytest.mark.soak
 @pytest.mark.timeout(3600)
 @pytest.mark.parametrize("tp", [1, 2, 3])
-def test_greedy_tokens_equal_transformers_and_peft_all_alone_too(start_app: Callable[..., Any], adapters: Path, oracle: Oracle, tp: int) -> None:
+def test_greedy_tokens_equal_transformers_and_peft_all_alone_too(
+    start_app: Callable[..., Any], adapters: Path, oracle: Oracle, tp: int
+) -> None:
     with start_app(f"parity-soak{tp}", tensor_parallel_size=tp, adapters={"local_roots": [adapters]}) as app:
         check(app, oracle, len(REQUESTS))

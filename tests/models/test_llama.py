@@ -160,3 +160,22 @@ def test_results_come_in_the_order_of_the_rows_and_only_for_those_that_sample(ba
     ]
     token_ids, _, _ = conductor.step(rows, admissions)
     assert token_ids == [conductor.generate(prompts[slot], num_new=1).token_ids[0] for slot in (4, 1)]
+
+
+def test_a_preempted_request_resumes_with_the_same_tokens(base: Path) -> None:
+    conductor, prompt = Conductor(base), prompt_of(14)
+    sampling = Sampling(temperature=1.0, top_p=0.95, seed=42)
+    whole = conductor.play([Request(prompt, sampling=sampling, num_new=12)])[0]
+    start = conductor.play([Request(prompt, sampling=sampling, num_new=5)])[0]
+    rest = conductor.play([Request(prompt_of(30)), Request(prompt + start.token_ids, sampling=sampling, num_new=7)], chunk=6)[1]
+    assert start.token_ids + rest.token_ids == whole.token_ids
+    assert len(set(whole.token_ids)) > 3
+
+
+def test_a_fresh_prefill_and_a_later_chunk_share_a_call(base: Path) -> None:
+    conductor, fresh, chunked = Conductor(base), prompt_of(20, seed=1), prompt_of(19, seed=2)
+    expected = [conductor.generate(prompt, num_new=1).logprobs[0] for prompt in (fresh, chunked)]
+    admissions = [Admission(slot, prompt, [], 0, [], Sampling()) for slot, prompt in enumerate((fresh, chunked))]
+    conductor.step([Row(1, 2, conductor.blocks(1, 0, 2), False)], admissions)
+    rows = [Row(0, 20, conductor.blocks(0, 0, 20), True), Row(1, 17, conductor.blocks(1, 2, 19), True)]
+    assert conductor.step(rows)[1] == pytest.approx(expected, abs=1e-4)

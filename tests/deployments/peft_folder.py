@@ -1,0 +1,21 @@
+"""A PEFT folder for a model of one linear layer, without torch."""
+
+import json
+from pathlib import Path
+
+import numpy as np
+from safetensors.numpy import save_file
+
+SHAPES = {"model.layers.0.self_attn.q_proj": (16, 24)}
+
+
+def save_folder(folder: Path, rank: int, seed: int = 0) -> None:
+    folder.mkdir(parents=True, exist_ok=True)
+    rng = np.random.default_rng(seed)
+    tensors = {}
+    for path, (inputs, outputs) in SHAPES.items():
+        tensors[f"base_model.model.{path}.lora_A.weight"] = rng.normal(size=(rank, inputs)).astype(np.float32)
+        tensors[f"base_model.model.{path}.lora_B.weight"] = rng.normal(size=(outputs, rank)).astype(np.float32)
+    save_file(tensors, folder / "adapter_model.safetensors")
+    config = {"peft_type": "LORA", "r": rank, "lora_alpha": rank, "target_modules": ["q_proj"], "bias": "none"}
+    (folder / "adapter_config.json").write_text(json.dumps(config))

@@ -1,0 +1,149 @@
+"""HTTP and Python handles against a running application: real sockets, real clients, real ranks."""
+
+import json
+import shutil
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import httpx
+import openai
+import pytest
+from ray import serve
+
+from loray.deployments.errors import AdapterNotFound, InvalidRequest
+from tests.e2e.conftest import App
+from tests.e2e.oracle import Oracle
+
+pytestmark = pytest.mark.slow
+
+PROMPT = "hello world, this is"
+
+
+@pytest.fixture(scope="module")
+def root(tiny_adapters: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A root of this module's own: tests add and break adapters in it."""
+    return Path(shutil.copytree(tiny_adapters, tmp_path_factory.mktemp("doors") / "adapters"))
+
+
+@pytest.fixture(scope="module")
+def app(start_app: Callable[..., Any], tiny_model: Path, root: Path) -> Iterator[App]:
+    with start_app("loray", model={"id": str(tiny_model)}, adapters={"local_roots": [root]}) as app:
+        yield app
+
+
+@pytest.fixture(scope="module")
+def oracle(tiny_model: Path, root: Path) -> Oracle:
+    return Oracle(tiny_model, {"a4": root / "a4", "a8": root / "a8"})
+
+
+def body(adapter_id: str = "", max_new_tokens: int = 12, **parameters: Any) -> dict[str, Any]:
+    parameters = {"adapter_id": adapter_id, "max_new_tokens": max_new_tokens, "ignore_eos_token": True, **parameters}
+    return {"inputs": PROMPT, "parameters": parameters}
+
+
+def token_ids(response: httpx.Response) -> list[int]:
+    assert response.status_code == 200, response.text
+    return [token["id"] for token in response.json()["details"]["tokens"]]
+
+
+@pytest.mark.parametrize("adapter_id", ["", "a4", "a8"])
+def test_generate_gives_the_greedy_tokens_of_base_and_adapters(app: App, oracle: Oracle, adapter_id: str) -> None:
+    output_ids = token_ids(app.post("/generate", body(adapter_id, details=True)))
+    oracle.assert_greedy(adapter_id, oracle.tokenizer(PROMPT)["input_ids"], output_ids)
+
+
+def test_a_stream_has_one_event_a_token_and_ends_with_the_whole_text(app: App) -> None:
+    whole = app.post("/generate", body(details=True)).json()
+    response = app.post("/generate_stream", body())
+    events = [json.loads(line.removeprefix("data:")) for line in response.text.splitlines() if line]
+    assert [event["token"]["id"] for event in events] == [token["id"] for token in whole["details"]["tokens"]]
+    assert events[-1]["generated_text"] == whole["generated_text"] and "[DONE]" not in response.text
+
+
+def test_the_same_seed_gives_the_same_tokens_and_another_seed_others(app: App) -> None:
+    first, again, other = (token_ids(app.post("/generate", body(details=True, temperature=1.5, seed=seed))) for seed in (1, 1, 2))
+    assert first == again != other
+
+
+def test_openais_client_chats_and_streams(app: App) -> None:
+    client = openai.OpenAI(base_url=app.url + "/v1", api_key="unused", max_retries=0)
+    messages: Any = [{"role": "user", "content": "hello"}]
+    whole = client.chat.completions.create(model="a4", messages=messages, max_tokens=8, temperature=0)
+    chunks = client.chat.completions.create(model="a4", messages=messages, max_tokens=8, temperature=0, stream=True)
+    assert "".join(chunk.choices[0].delta.content or "" for chunk in chunks) == whole.choices[0].message.content
+    assert {model.id for model in client.models.list()} >= {"a4", "a8", "a20", "a64"}
+    with pytest.raises(openai.NotFoundError, match="nobody"):
+        client.chat.completions.create(model="nobody", messages=messages)
+
+
+def test_the_python_handle_takes_the_same_body(app: App) -> None:
+    handle = serve.get_app_handle("loray")
+    assert handle.generate.remote(body("a8")).result() == app.post("/generate", body("a8")).json()
+    events = list(handle.options(stream=True).generate_stream.remote(body("a8")))
+    assert events[-1]["generated_text"] == app.post("/generate", body("a8")).json()["generated_text"]
+
+
+def test_the_python_handle_raises_what_http_answers(app: App) -> None:
+    handle = serve.get_app_handle("loray")
+    with pytest.raises(InvalidRequest, match="max_new_tokens"):
+        handle.generate.remote(body(max_new_tokens=0)).result()
+    with pytest.raises(AdapterNotFound, match="nobody"):
+        handle.generate.remote(body("nobody")).result()
+
+
+def test_an_unknown_adapter_is_named_in_the_error(app: App) -> None:
+    for path in ("/generate", "/generate_stream"):
+        response = app.post(path, body("nobody"))
+        assert response.status_code == 424
+        assert response.json()["error_type"] == "generation" and "nobody" in response.json()["error"]
+
+
+def test_an_adapter_dropped_into_the_folder_works_at_once_and_a_replaced_one_counts(app: App, root: Path) -> None:
+    shutil.copytree(root / "a4", root / "new")
+    assert token_ids(app.post("/generate", body("new", details=True))) == token_ids(app.post("/generate", body("a4", details=True)))
+    shutil.rmtree(root / "new")
+    shutil.copytree(root / "a8", root / "new")
+    assert token_ids(app.post("/generate", body("new", details=True))) == token_ids(app.post("/generate", body("a8", details=True)))
+
+
+def test_a_broken_adapter_fails_alone_and_says_why(app: App, root: Path) -> None:
+    shutil.copytree(root / "a4", root / "broken")
+    weights = root / "broken" / "adapter_model.safetensors"
+    weights.write_bytes(weights.read_bytes()[:1000])
+    response = app.post("/generate", body("broken"))
+    assert response.status_code == 424 and "broken" in response.json()["error"]
+    assert app.post("/generate", body("a4")).status_code == 200
+    app.wait_until_idle()
+
+
+def test_blocks_are_free_again_when_the_client_leaves(app: App) -> None:
+    long = body("a4", max_new_tokens=2000)
+    with httpx.stream("POST", app.url + "/generate_stream", json=long, timeout=60) as response:
+        next(response.iter_lines())
+        assert app.ask_driver("stats")["kv_blocks_used"] > 0
+    left = time.monotonic()
+    app.wait_until_idle()
+    assert time.monotonic() - left < 10 and app.ask_driver("stats")["generated_tokens_total"] > 0
+    with pytest.raises(httpx.TimeoutException):
+        httpx.post(app.url + "/generate", json=long, timeout=0.3)
+    app.wait_until_idle()
+    assert "loray_driver_kv_blocks_used 0.0" in httpx.get(app.url + "/metrics").text
+
+
+def test_a_stop_string_ends_the_request_in_the_engine_too(app: App) -> None:
+    text = app.post("/generate", body(max_new_tokens=40)).json()["generated_text"]
+    stop = text[5:8]
+    stopped = app.post("/generate", body(max_new_tokens=2000, stop=[stop], details=True)).json()
+    assert stopped["generated_text"] == text[: text.index(stop) + len(stop)]
+    assert stopped["details"]["finish_reason"] == "stop_sequence"
+    app.wait_until_idle()
+
+
+def test_health_info_and_metrics_answer(app: App) -> None:
+    for path in ("/", "/health", "/ping", "/startup"):
+        assert httpx.get(app.url + path).status_code == 200
+    info = httpx.get(app.url + "/info").json()
+    assert info["max_total_tokens"] == 2048 and info["model_dtype"] == "float32" and info["attention"]
+    assert "loray_driver_kv_blocks_total" in httpx.get(app.url + "/metrics").text
