@@ -28,8 +28,9 @@ from loray.deployments.launch_plan import LaunchError, Overrides, Plan, make_pla
 from loray.models.checkpoint import CheckpointError, max_tensor_parallel, read_config, resolve_model
 
 OBJECT_STORE_BYTES = 128 << 20  # tokens and tensors never pass through Ray's object store
-POLL_S = 0.5
-WATCH_S = 3.0
+POLL_S = 0.25
+STATUS_S = 2.0  # asking Serve costs CPU that the replicas need to start
+WATCH_S = 5.0
 
 
 def launch(config: Path, overrides: Overrides) -> int:
@@ -125,23 +126,26 @@ def _start(plan: Plan, signals: "_Signals") -> bool:
         logging_config=deploy.logging_config,
     )
     serve.run_many([target], wait_for_ingress_deployment_creation=False, wait_for_applications_running=False)
+    checked = time.monotonic()
     while not signals.stop.wait(POLL_S):
-        if _is_running(plan.name) and _answers(f"{plan.url}/startup"):
+        if _answers(f"{plan.url}/startup"):  # 404 from the proxy, and cheap, until there is an ingress
             return True
+        if time.monotonic() - checked > STATUS_S:
+            _check_replicas(plan.name)
+            checked = time.monotonic()
     return False
 
 
-def _is_running(name: str) -> bool:
+def _check_replicas(name: str) -> None:
     """Fails as soon as a replica does: Serve itself would try again for minutes."""
     application = serve.status().applications.get(name)
     if application is None:
-        return False
+        return
     for deployment_name, deployment in application.deployments.items():
         if deployment.status_trigger == "REPLICA_STARTUP_FAILED":
             raise LaunchError(f"{deployment_name} can't start: {_reason(deployment.message)}; logs are in {_logs()}")
     if application.status == "DEPLOY_FAILED":
         raise LaunchError(f"{_reason(application.message)}; logs are in {_logs()}")
-    return bool(application.status == "RUNNING")
 
 
 def _reason(message: str) -> str:
@@ -154,7 +158,7 @@ def _reason(message: str) -> str:
 
 def _answers(url: str) -> bool:
     try:
-        with urllib.request.urlopen(url, timeout=30) as response:
+        with urllib.request.urlopen(url, timeout=5) as response:
             return bool(response.status == 200)
     except (urllib.error.URLError, OSError):
         return False

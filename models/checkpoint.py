@@ -186,7 +186,7 @@ def _make(model: BundledModel, folder: Path) -> None:
         staging.mkdir()
         gguf = _fetch(model, staging)
         start = time.monotonic()
-        _say(f"converting {gguf.name} to safetensors (once, about half a minute)")
+        _say(f"converting {gguf.name} to safetensors (once, about 20 s)")
         _convert(model, gguf, staging / "folder")
         (staging / "folder" / MARKER).write_text(json.dumps(_marker(model, staging / "folder"), indent=2), encoding="utf-8")
         shutil.rmtree(folder, ignore_errors=True)

