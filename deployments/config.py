@@ -3,7 +3,7 @@
 from pathlib import Path
 from typing import Literal
 
-from pydantic import BaseModel, ByteSize, ConfigDict, Field
+from pydantic import BaseModel, ByteSize, ConfigDict, Field, model_validator
 
 GIB = 1 << 30
 BLOCK_SIZE = 16  # tokens of one KV block
@@ -63,6 +63,12 @@ class ReplicaArgs(Section):
     max_replicas: int = Field(default=1, ge=1)
     target_ongoing_requests: int = Field(default=128, ge=1)
     """Ray Serve adds replicas above this many unfinished requests each."""
+
+    @model_validator(mode="after")
+    def _check_range(self) -> "ReplicaArgs":
+        if self.min_replicas > self.max_replicas:
+            raise ValueError(f"min_replicas ({self.min_replicas}) is more than max_replicas ({self.max_replicas})")
+        return self
 
 
 class ServerArgs(Section):

@@ -6,7 +6,6 @@ from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
 
 import jinja2
-from transformers import AutoTokenizer
 
 from loray.deployments.errors import TemplateError
 
@@ -35,6 +34,8 @@ class Tokenizer:
 
     @classmethod
     def load(cls, folder: Path, trust_remote_code: bool = False) -> "Tokenizer":
+        from transformers import AutoTokenizer  # here, so that who only builds the application does not wait for it
+
         return cls(AutoTokenizer.from_pretrained(folder, trust_remote_code=trust_remote_code))
 
     @property
