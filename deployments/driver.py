@@ -61,7 +61,8 @@ class Driver:
         self._engine.start(self._fail)
         self._info = {
             "model_dtype": reports[0].dtype,
-            "model_device_type": reports[0].device,
+            "model_device_type": args.device,
+            "device_name": reports[0].device,
             "attention": reports[0].attention,
             "tensor_parallel_size": args.tensor_parallel_size,
             "kv_blocks": num_blocks,

@@ -1,22 +1,35 @@
-"""Adds low-rank updates to a linear layer's output, each segment of tokens with its own adapter. Plain torch, for any device."""
+"""Adds low-rank updates to a linear layer's output, each token with its own adapter. Plain torch, for any device.
+
+What costs here is the number of small products, so adapters are taken together: where equally large ones lie at equal distances in
+the pool, their matrices are one strided view and one batched product serves them all.
+"""
 
 from collections.abc import Sequence
-from typing import Protocol
+from dataclasses import dataclass
+from typing import NamedTuple
 
 from torch import Tensor
 
-MAX_KEPT_RUNS = 128  # a layer keeps about 2 KB for each
-
-Run = tuple[int, int]  # first rank and end of consecutive ranks in the pool
+MAX_KEPT_VIEWS = 128  # a layer keeps about 2 KB for each
 
 
-class Segment(Protocol):
-    """Neighbouring tokens, and the ranks that apply to them. The segments of a batch follow each other without a gap."""
+class PoolView(NamedTuple):
+    """`num_adapters` times `size` consecutive ranks of the pool, `stride` ranks apart, the first at `start`."""
 
-    @property
-    def num_tokens(self) -> int: ...
-    @property
-    def runs(self) -> tuple[Run, ...]: ...
+    start: int
+    size: int
+    stride: int
+    num_adapters: int
+
+
+@dataclass(frozen=True, slots=True)
+class LoraGroup:
+    """Neighbouring tokens, and the ranks that apply to them: those of `view`, adapter after adapter."""
+
+    tokens: slice
+    view: PoolView
+    padding: Tensor | None  # [num_adapters * longest] for each padded token a place in `tokens`; None = all adapters have as many
+    unpadding: Tensor | None  # [tokens of the group] for each token its place among the padded ones
 
 
 class LoraPages:
@@ -26,28 +39,35 @@ class LoraPages:
         self.a = a  # [fused projections, pool_ranks, in]
         self.b = b  # [pool_ranks, sum(widths)], projections side by side, scale included
         self.widths = list(widths)
-        self._runs: dict[Run, list[tuple[Tensor, Tensor]]] = {}
+        self._views: dict[PoolView, list[tuple[Tensor, Tensor]]] = {}
 
-    def run(self, run: Run) -> list[tuple[Tensor, Tensor]]:
-        """For each projection a transposed, [in, ranks], and b, [ranks, width]: views, kept because making them costs as
-        much as a small product."""
-        if run not in self._runs:
-            if len(self._runs) == MAX_KEPT_RUNS:
-                self._runs.clear()
-            ranks = slice(*run)
-            self._runs[run] = list(zip(self.a[:, ranks].mT.unbind(), self.b[ranks].split(self.widths, 1), strict=True))
-        return self._runs[run]
+    def matrices(self, view: PoolView) -> list[tuple[Tensor, Tensor]]:
+        """For each projection a transposed, [num_adapters, in, size], and b, [num_adapters, size, width]: views, kept because making them
+        costs as much as a small product."""
+        if view not in self._views:
+            if len(self._views) == MAX_KEPT_VIEWS:
+                self._views.clear()
+            a = [_strided(a, view).mT for a in self.a.unbind()]
+            self._views[view] = list(zip(a, _strided(self.b, view).split(self.widths, 2), strict=True))
+        return self._views[view]
 
 
-def add_lora(y: Tensor, x: Tensor, pages: LoraPages, segments: Sequence[Segment]) -> None:
-    """y[segment, columns of i] += (x[segment] @ a[i, run].T) @ b[run, columns of i] for each run and each fused projection i.
+def _strided(matrix: Tensor, view: PoolView) -> Tensor:
+    """[pool_ranks, n] -> [num_adapters, size, n]"""
+    n = matrix.shape[1]
+    return matrix.as_strided((view.num_adapters, view.size, n), (view.stride * n, n, 1), matrix.storage_offset() + view.start * n)
+
+
+def add_lora(y: Tensor, x: Tensor, pages: LoraPages, groups: Sequence[LoraGroup]) -> None:
+    """y[t, columns of i] += (x[t] @ a[i, ranks of t].T) @ b[ranks of t, columns of i] for each token t and each fused projection i.
 
     x [num_tokens, in], y [num_tokens, sum(widths)], in place.
     """
-    sizes = [segment.num_tokens for segment in segments]
-    x_rows = x.split(sizes)
-    y_rows = zip(*(columns.split(sizes) for columns in y.split(pages.widths, 1)), strict=True)  # of each segment, its projections
-    for segment, x_part, y_parts in zip(segments, x_rows, y_rows, strict=True):
-        for run in segment.runs:
-            for y_part, (a, b) in zip(y_parts, pages.run(run), strict=True):
-                y_part.addmm_(x_part.mm(a), b)
+    for group in groups:
+        x_part = x[group.tokens]
+        if group.padding is not None:
+            x_part = x_part[group.padding]
+        x_part = x_part.view(group.view.num_adapters, -1, x.shape[1])
+        for y_part, (a, b) in zip(y[group.tokens].split(pages.widths, 1), pages.matrices(group.view), strict=True):
+            delta = x_part.bmm(a).bmm(b).flatten(0, 1)
+            y_part.add_(delta if group.unpadding is None else delta[group.unpadding])

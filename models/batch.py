@@ -13,6 +13,8 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
+from loray.kernels.lora import LoraGroup
+
 
 @dataclass(frozen=True, slots=True)
 class AttentionGroup:
@@ -30,18 +32,10 @@ class AttentionGroup:
 
 
 @dataclass(frozen=True, slots=True)
-class LoraSegment:
-    """Neighbouring tokens of one adapter, or of the base model."""
-
-    num_tokens: int
-    runs: tuple[tuple[int, int], ...]  # first rank and end, in the pool, of each run of consecutive pages; empty = base model
-
-
-@dataclass(frozen=True, slots=True)
 class Batch:
     input_ids: Tensor  # [num_tokens] int32
     positions: Tensor  # [num_tokens] int64
     kv_slots: Tensor  # [num_tokens] int64, where each token's key and value go: block id * block size + offset
     groups: tuple[AttentionGroup, ...]
-    segments: tuple[LoraSegment, ...]  # one after the other, every token; empty = no adapter in this step
+    lora_groups: tuple[LoraGroup, ...]  # of the tokens that have an adapter
     sample_tokens: Tensor | None  # [num_samples] int64, places in the batch; None = every token, in order

@@ -7,7 +7,7 @@ from torch import Tensor
 class KVCache:
     def __init__(self, num_layers: int, num_blocks: int, block_size: int, num_kv_heads: int, head_dim: int) -> None:
         # [num_layers, num_blocks, block_size, 2 * num_kv_heads, head_dim], a token's keys before its values
-        self._blocks = torch.zeros(num_layers, num_blocks, block_size, 2 * num_kv_heads, head_dim)
+        self._blocks = torch.empty(num_layers, num_blocks, block_size, 2 * num_kv_heads, head_dim)
         self.layers: tuple[Tensor, ...] = self._blocks.unbind()
 
     def clear(self, block_ids: Tensor) -> None:

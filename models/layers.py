@@ -12,7 +12,10 @@ class RMSNorm(nn.Module):
         self.eps = eps
 
     def forward(self, x: Tensor) -> Tensor:
-        return F.rms_norm(x, self.weight.shape, self.weight, self.eps)
+        """x / rms(x) * weight, the mean in float32. Not F.rms_norm: on a CPU that takes ten times as long for 512 tokens."""
+        x32 = x.float()
+        scale = x32.square().mean(-1, keepdim=True).add_(self.eps).rsqrt_()
+        return (x32 * scale).to(x.dtype).mul_(self.weight)
 
 
 def silu_mul(gate_up: Tensor) -> Tensor:

@@ -54,9 +54,9 @@ class Linear(nn.Module):
         # [num_tokens, inputs of this rank] -> [num_tokens, outputs of this rank]
         bias = None if self._is_row_parallel and self._parallel.rank > 0 else self.bias  # a summed bias counts once
         y = F.linear(x, self.weight, bias)
-        if batch.segments:
+        if batch.lora_groups:
             assert self.lora is not None, "a row has LoRA pages, but no pages were allocated"
-            add_lora(y, x, self.lora, batch.segments)
+            add_lora(y, x, self.lora, batch.lora_groups)
         return self._parallel.all_reduce(y) if self._is_row_parallel else y
 
     def weights(self, path: str) -> Iterator[Weight]:

@@ -35,7 +35,7 @@ class LlamaAttention(nn.Module):
         rotate(qkv[:, : self.num_heads + self.num_kv_heads], *rope)
         store_kv(kv_cache, qkv[:, self.num_heads :], batch.kv_slots)
         out = attend(qkv[:, : self.num_heads], kv_cache, batch)
-        return self.o_proj(out.view(len(x), -1), batch)
+        return self.o_proj(out.reshape(len(x), -1), batch)
 
 
 class LlamaMLP(nn.Module):

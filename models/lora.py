@@ -9,7 +9,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
 
-from loray.kernels.lora import LoraPages, Run
+from loray.kernels.lora import LoraPages
 from loray.models.adapter import PAGE_RANK, WEIGHTS_FILE, AdapterError, AdapterModule, read_adapter
 from loray.models.linear import Linear, Projection
 
@@ -39,8 +39,8 @@ class LoraPool:
         self.num_pages = num_pages
         for linear in self._linears.values():
             outputs, inputs = linear.weight.shape
-            a = linear.weight.new_zeros(len(linear.projections), num_pages * PAGE_RANK, inputs)
-            b = linear.weight.new_zeros(num_pages * PAGE_RANK, outputs)
+            a = linear.weight.new_empty(len(linear.projections), num_pages * PAGE_RANK, inputs)
+            b = linear.weight.new_empty(num_pages * PAGE_RANK, outputs)
             linear.lora = LoraPages(a, b, linear.widths)
 
     def load(self, folder: Path, page_ids: list[int]) -> None:
@@ -85,15 +85,3 @@ def _read(file: safe_open, module: AdapterModule, projection: Projection) -> tup
     a = file.get_slice(module.a_name)[:, projection.in_part.slice]
     b = file.get_slice(module.b_name)[projection.out_part.slice]
     return a, b.T.float() * module.scale
-
-
-def page_runs(page_ids: list[int]) -> tuple[Run, ...]:
-    """The pages' ranks in the pool, neighbouring pages joined. Their order does not matter: the sum over ranks is the same."""
-    runs: list[Run] = []
-    for page in sorted(page_ids):
-        start, end = page * PAGE_RANK, (page + 1) * PAGE_RANK
-        if runs and runs[-1][1] == start:
-            runs[-1] = (runs[-1][0], end)
-        else:
-            runs.append((start, end))
-    return tuple(runs)

@@ -1,4 +1,4 @@
-"""Turns a step's rows into a Batch: order, positions, KV slots, attention groups, LoRA segments. Host arithmetic, then uploads.
+"""Turns a step's rows into a Batch: order, positions, KV slots, attention groups, LoRA groups. Host arithmetic, then uploads.
 
 Rows are ordered decodes first, then by adapter, so that the tokens of an adapter are neighbours.
 """
@@ -11,7 +11,8 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from loray.models.batch import AttentionGroup, Batch, LoraSegment
+from loray.models.batch import AttentionGroup, Batch
+from loray.models.lora_groups import lora_groups, sort_key
 from loray.models.slots import Slots
 from loray.models.step import Row
 
@@ -51,7 +52,7 @@ class Planner:
             positions=self._upload(positions),
             kv_slots=self._upload(blocks * self._block_size + positions % self._block_size),
             groups=tuple(self._groups(slots, starts, num_tokens, offsets)),
-            segments=self._segments(slots, num_tokens),
+            lora_groups=tuple(lora_groups([self._slots.runs[slot] for slot in slots], num_tokens.tolist(), self._upload)),
             sample_tokens=None if samples.all() and num_tokens.max() == 1 else self._upload(last_tokens[samples]),
         )
         place = {row: i for i, row in enumerate(np.array(order)[samples].tolist())}
@@ -59,22 +60,11 @@ class Planner:
         return Plan(batch, slots[samples], (starts + num_tokens)[samples], result_order)
 
     def _order(self, rows: list[Row]) -> list[int]:
-        def key(index: int) -> tuple[bool, int, int]:
+        def key(index: int) -> tuple[bool, tuple[int, int], int]:
             row = rows[index]
-            runs = self._slots.runs[row.slot]
-            return row.num_tokens > 1, runs[0][0] if runs else -1, row.slot
+            return row.num_tokens > 1, sort_key(self._slots.runs[row.slot]), row.slot
 
         return sorted(range(len(rows)), key=key)
-
-    def _segments(self, slots: Ints, num_tokens: Ints) -> tuple[LoraSegment, ...]:
-        segments: list[LoraSegment] = []
-        for slot, size in zip(slots.tolist(), num_tokens.tolist(), strict=True):
-            runs = self._slots.runs[slot]
-            if segments and segments[-1].runs == runs:
-                segments[-1] = LoraSegment(segments[-1].num_tokens + size, runs)
-            else:
-                segments.append(LoraSegment(size, runs))
-        return tuple(segments) if any(segment.runs for segment in segments) else ()
 
     def _groups(self, slots: Ints, starts: Ints, num_tokens: Ints, offsets: Ints) -> Iterable[AttentionGroup]:
         """Sequences whose queries and contexts round to the same powers of two."""

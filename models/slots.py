@@ -5,8 +5,7 @@ from dataclasses import dataclass, field
 import numpy as np
 from numpy.typing import NDArray
 
-from loray.kernels.lora import Run
-from loray.models.lora import page_runs
+from loray.models.lora_groups import Run, page_runs
 from loray.models.sampler import SamplingRows
 from loray.models.step import Admission, Row
 

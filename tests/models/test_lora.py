@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from loray.models.adapter import signature
-from loray.models.lora import page_runs
+from loray.models.lora_groups import page_runs
 from loray.models.step import AdapterLoad
 from tests.models.conductor import Conductor, Output, Request, prompt_of
 from tests.models.tiny_llama import oracle, oracle_generate, save_adapter, save_llama
