@@ -120,6 +120,7 @@ def test_a_broken_adapter_fails_alone_and_says_why(app: App, root: Path) -> None
 
 def test_blocks_are_free_again_when_the_client_leaves(app: App) -> None:
     long = body("a4", max_new_tokens=2000)
+    app.wait_until_idle()  # also makes the handle, so that the question below is answered at once
     with httpx.stream("POST", app.url + "/generate_stream", json=long, timeout=60) as response:
         next(response.iter_lines())
         assert app.ask_driver("stats")["kv_blocks_used"] > 0

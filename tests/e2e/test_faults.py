@@ -17,7 +17,7 @@ from tests.e2e.oracle import Oracle
 
 pytestmark = pytest.mark.slow
 
-NEW_TOKENS = 600
+NEW_TOKENS = 1800  # long enough that no stream ends before the disaster
 STREAMS = [(adapter_id, f"stream {i}") for i, adapter_id in enumerate(["", "a4", "a8", "a20", "a64", "", "a4", "a8"])]
 
 

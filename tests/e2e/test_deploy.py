@@ -1,0 +1,96 @@
+"""`serve deploy` to a Ray cluster that runs already: the same application, and a mistake leaves the old version serving."""
+
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+import yaml
+
+from tests.e2e.conftest import free_port
+
+pytestmark = pytest.mark.slow
+
+BIN = Path(sys.executable).parent
+
+
+class Cluster:
+    """A head node with its dashboard, on ports of its own, in the foreground of a process of ours."""
+
+    def __init__(self, folder: Path) -> None:
+        self.dashboard, self.http = free_port(), free_port()
+        ports = [f"--port={free_port()}", f"--dashboard-port={self.dashboard}", f"--dashboard-agent-listen-port={free_port()}"]
+        command = [BIN / "ray", "start", "--head", "--block", "--num-cpus=4", "--include-dashboard=true", "--disable-usage-stats", *ports]
+        environment = {**os.environ, "RAY_AUTH_MODE": "disabled"}
+        environment.pop("RAY_ADDRESS", None)
+        with open(folder / "ray.log", "wb") as log:
+            self.process = subprocess.Popen(command, stdout=log, stderr=log, env=environment, cwd=folder)
+        self.environment = environment | {"RAY_DASHBOARD_ADDRESS": f"http://127.0.0.1:{self.dashboard}"}
+
+    def serve(self, *arguments: str) -> str:
+        finished = subprocess.run([BIN / "serve", *arguments], capture_output=True, text=True, env=self.environment)
+        return finished.stdout + finished.stderr
+
+    def status(self) -> dict[str, Any]:
+        text = self.serve("status")
+        start = text.find("proxies:")
+        return (yaml.safe_load(text[start:]) or {}).get("applications", {}).get("loray", {}) if start >= 0 else {}
+
+
+def wait_for(condition: Callable[[], bool], what: str, seconds: float = 120) -> None:
+    deadline = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < deadline, f"never {what}"
+        time.sleep(0.5)
+
+
+@pytest.fixture(scope="module")
+def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
+    cluster = Cluster(tmp_path_factory.mktemp("cluster"))
+    wait_for(lambda: _answers(f"http://127.0.0.1:{cluster.dashboard}/api/version"), "a dashboard")
+    yield cluster
+    cluster.process.terminate()
+    cluster.process.wait(30)
+
+
+def _answers(url: str) -> bool:
+    try:
+        return httpx.get(url, timeout=5).status_code == 200
+    except httpx.HTTPError:
+        return False
+
+
+def test_a_good_config_is_served_and_a_bad_one_is_refused_by_field_while_the_old_goes_on(
+    cluster: Cluster, tiny_model: Path, tmp_path: Path
+) -> None:
+    config = yaml.safe_load((Path(__file__).parents[2] / "serve_config.yaml").read_text())
+    config["http_options"]["port"] = cluster.http
+    application = config["applications"][0]
+    application["args"] |= {"model": {"id": str(tiny_model)}, "device": "cpu"}
+    file = tmp_path / "serve_config.yaml"
+
+    def deploy(**args: Any) -> None:
+        file.write_text(yaml.safe_dump(config | {"applications": [application | {"args": application["args"] | args}]}))
+        cluster.serve("deploy", str(file))
+
+    def generates() -> bool:
+        body = {"inputs": "hello", "parameters": {"max_new_tokens": 2}}
+        return httpx.post(f"http://127.0.0.1:{cluster.http}/generate", json=body, timeout=60).status_code == 200
+
+    deploy()
+    wait_for(lambda: cluster.status().get("status") == "RUNNING", "running")
+    assert all(deployment["status"] == "HEALTHY" for deployment in cluster.status()["deployments"].values())
+    assert generates()
+    for mistake, field in (({"tensor_parallel_sise": 2}, "tensor_parallel_sise"), ({"tensor_parallel_size": 99}, "tensor_parallel_size")):
+        deploy(**mistake)
+        wait_for(lambda: cluster.status().get("status") == "DEPLOY_FAILED", "refused")
+        assert field in cluster.status()["message"]
+        assert generates(), "the old version goes on serving"
+    deploy(scheduler={"max_running": 7})
+    wait_for(lambda: cluster.status().get("status") == "RUNNING", "running again")
+    wait_for(lambda: httpx.get(f"http://127.0.0.1:{cluster.http}/info").json()["max_concurrent_requests"] == 7 + 1024, "updated")
