@@ -32,8 +32,8 @@ lint: $(STAMP)  ## ruff and mypy
 	@$(BIN)/ruff check --quiet $(SOURCES)
 	@MYPYPATH=.venv/src $(BIN)/mypy --no-error-summary -p loray
 
-bench: $(STAMP)  ## measure speed on this machine's CPU
-	@$(BIN)/python -m benchmarks.cpu
+bench: $(STAMP)  ## measure speed on this machine's CPU beside its peers (VLLM=<python with vLLM> adds that one)
+	@$(BIN)/python -m benchmarks.cpu $(if $(VLLM),--vllm '$(VLLM)')
 
 soak: $(STAMP)  ## run for hours under load and faults
 	@RAY_AUTH_MODE=disabled $(BIN)/python -m pytest -q -m soak --timeout=0

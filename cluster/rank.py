@@ -35,6 +35,8 @@ class RankSpec(msgspec.Struct, frozen=True):
 class Rank:
     def __init__(self, rank: int, spec: RankSpec) -> None:
         logging.basicConfig(level=logging.INFO, format=f"%(asctime)s rank {rank}: %(message)s", force=True)
+        # Read when torch is first imported. Its threads wait by spinning; for long, they starve whatever shares these cores.
+        os.environ.setdefault("GOMP_SPINCOUNT", "2000")
         self._rank = rank
         self._spec = spec
 

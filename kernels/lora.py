@@ -1,7 +1,7 @@
 """Adds low-rank updates to a linear layer's output, each token with its own adapter. Plain torch, for any device.
 
-What costs here is the number of small products, so adapters are taken together: where equally large ones lie at equal distances in
-the pool, their matrices are one strided view and one batched product serves them all.
+What costs here is the number of small products, so adapters are taken together: where they lie in the pool one after another, or
+equally large ones at equal distances, their matrices are one strided view and one batched product serves them all.
 """
 
 from collections.abc import Sequence
@@ -14,22 +14,23 @@ MAX_KEPT_VIEWS = 128  # a layer keeps about 2 KB for each
 
 
 class PoolView(NamedTuple):
-    """`num_adapters` times `size` consecutive ranks of the pool, `stride` ranks apart, the first at `start`."""
+    """`num_chunks` times `size` consecutive ranks of the pool, `stride` ranks apart, the first at `start`."""
 
     start: int
     size: int
     stride: int
-    num_adapters: int
+    num_chunks: int
 
 
 @dataclass(frozen=True, slots=True)
 class LoraGroup:
-    """Neighbouring tokens, and the ranks that apply to them: those of `view`, adapter after adapter."""
+    """Neighbouring tokens, and the ranks that apply to them: those of `view`, where an adapter has one chunk or several."""
 
     tokens: slice
     view: PoolView
-    padding: Tensor | None  # [num_adapters * longest] for each padded token a place in `tokens`; None = all adapters have as many
-    unpadding: Tensor | None  # [tokens of the group] for each token its place among the padded ones
+    padding: Tensor | None  # [num_chunks * longest] for each padded token of each chunk a place in `tokens`; None = no need
+    real: Tensor | None  # [tokens of all chunks] places in `padding` that are no padding
+    targets: Tensor | None  # [tokens of all chunks] the places in `tokens` that they stand for
 
 
 class LoraPages:
@@ -42,7 +43,7 @@ class LoraPages:
         self._views: dict[PoolView, list[tuple[Tensor, Tensor]]] = {}
 
     def matrices(self, view: PoolView) -> list[tuple[Tensor, Tensor]]:
-        """For each projection a transposed, [num_adapters, in, size], and b, [num_adapters, size, width]: views, kept because making them
+        """For each projection a transposed, [num_chunks, in, size], and b, [num_chunks, size, width]: views, kept because making them
         costs as much as a small product."""
         if view not in self._views:
             if len(self._views) == MAX_KEPT_VIEWS:
@@ -53,9 +54,9 @@ class LoraPages:
 
 
 def _strided(matrix: Tensor, view: PoolView) -> Tensor:
-    """[pool_ranks, n] -> [num_adapters, size, n]"""
+    """[pool_ranks, n] -> [num_chunks, size, n]"""
     n = matrix.shape[1]
-    return matrix.as_strided((view.num_adapters, view.size, n), (view.stride * n, n, 1), matrix.storage_offset() + view.start * n)
+    return matrix.as_strided((view.num_chunks, view.size, n), (view.stride * n, n, 1), matrix.storage_offset() + view.start * n)
 
 
 def add_lora(y: Tensor, x: Tensor, pages: LoraPages, groups: Sequence[LoraGroup]) -> None:
@@ -67,7 +68,10 @@ def add_lora(y: Tensor, x: Tensor, pages: LoraPages, groups: Sequence[LoraGroup]
         x_part = x[group.tokens]
         if group.padding is not None:
             x_part = x_part[group.padding]
-        x_part = x_part.view(group.view.num_adapters, -1, x.shape[1])
+        x_part = x_part.view(group.view.num_chunks, -1, x.shape[1])
         for y_part, (a, b) in zip(y[group.tokens].split(pages.widths, 1), pages.matrices(group.view), strict=True):
             delta = x_part.bmm(a).bmm(b).flatten(0, 1)
-            y_part.add_(delta if group.unpadding is None else delta[group.unpadding])
+            if group.padding is None:
+                y_part.add_(delta)
+            else:
+                y_part.index_add_(0, group.targets, delta[group.real])

@@ -1,7 +1,7 @@
 """Puts a step's tokens into groups whose adapters can be multiplied at once. Host arithmetic; the products are in kernels/lora.py."""
 
+import math
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
 
 import numpy as np
 from numpy.typing import NDArray
@@ -26,40 +26,48 @@ def page_runs(page_ids: list[int]) -> tuple[Run, ...]:
     return tuple(runs)
 
 
-def sort_key(runs: tuple[Run, ...]) -> tuple[int, int]:
-    """Brings the base model's tokens first, then adapters that can share a group."""
-    return (runs[0][1] - runs[0][0], runs[0][0]) if runs else (0, 0)
+def sort_key(runs: tuple[Run, ...]) -> int:
+    """Brings the base model's tokens first, then adapters as they lie in the pool, so that neighbours can share a group."""
+    return runs[0][0] if runs else -1
 
 
-@dataclass(slots=True)
 class _Draft:
     """A group in the making: one run of ranks for each adapter, and how many tokens each adapter has."""
 
-    first_token: int
-    starts: list[int]
-    size: int
-    counts: list[int]
+    def __init__(self, first_token: int, run: Run, count: int) -> None:
+        self.first_token = first_token
+        self.runs = [run]
+        self.counts = [count]
+        self.stride = self._num_ranks = run[1] - run[0]
+        self.is_gapless = self.is_regular = True  # regular: equally large, at equal distances, rising
+        self._longest, self._work = count, count * self._num_ranks
 
-    def takes(self, start: int, size: int, count: int) -> bool:
-        """Whether one more adapter keeps the distances equal and the padding small."""
-        distance = start - self.starts[-1]
-        if size != self.size or distance <= 0 or (len(self.starts) > 1 and distance != self.starts[1] - self.starts[0]):
+    def add(self, run: Run, count: int) -> bool:
+        """Take one more adapter, if that leaves the group one view, with little padding."""
+        size, distance = run[1] - run[0], run[0] - self.runs[-1][0]
+        is_gapless = self.is_gapless and run[0] == self.runs[-1][1]
+        is_equal = size == self.runs[0][1] - self.runs[0][0] and distance > 0
+        is_regular = self.is_regular and is_equal and (len(self.runs) == 1 or distance == self.stride)
+        longest, num_ranks, work = max(self._longest, count), self._num_ranks + size, self._work + count * size
+        if not (is_gapless or is_regular) or longest * num_ranks > MAX_PADDING * work:
             return False
-        counts = [*self.counts, count]
-        return max(counts) * len(counts) <= MAX_PADDING * sum(counts)
+        self.runs.append(run)
+        self.counts.append(count)
+        self.stride = distance
+        self.is_gapless, self.is_regular = is_gapless, is_regular
+        self._longest, self._num_ranks, self._work = longest, num_ranks, work
+        return True
 
 
 def lora_groups(runs: list[tuple[Run, ...]], num_tokens: list[int], upload: Callable[[NDArray[np.int64]], Tensor]) -> Iterator[LoraGroup]:
     """For the rows of a step in their order: the runs of each row's adapter, and its number of tokens."""
     draft: _Draft | None = None
     for first_token, count, row_runs in _segments(runs, num_tokens):
-        if draft and len(row_runs) == 1 and draft.takes(row_runs[0][0], row_runs[0][1] - row_runs[0][0], count):
-            draft.starts.append(row_runs[0][0])
-            draft.counts.append(count)
+        if draft and len(row_runs) == 1 and draft.add(row_runs[0], count):
             continue
         if draft:
             yield _group(draft, upload)
-        drafts = [_Draft(first_token, [start], end - start, [count]) for start, end in row_runs]
+        drafts = [_Draft(first_token, run, count) for run in row_runs]
         draft = drafts.pop() if len(drafts) == 1 else None
         for scattered in drafts:
             yield _group(scattered, upload)
@@ -80,14 +88,18 @@ def _segments(runs: list[tuple[Run, ...]], num_tokens: list[int]) -> Iterator[tu
 
 
 def _group(draft: _Draft, upload: Callable[[NDArray[np.int64]], Tensor]) -> LoraGroup:
-    stride = draft.starts[1] - draft.starts[0] if len(draft.starts) > 1 else draft.size
-    view = PoolView(draft.starts[0], draft.size, stride, len(draft.starts))
+    """One chunk an adapter where all are equally large, else as many as it has of the largest size that divides all."""
+    sizes = [end - start for start, end in draft.runs]
+    size = math.gcd(*sizes)
+    chunks = np.array(sizes, np.int64) // size
+    view = PoolView(draft.runs[0][0], size, draft.stride if draft.is_regular else size, int(chunks.sum()))
     counts = np.array(draft.counts, np.int64)
-    total, longest = int(counts.sum()), int(counts.max())
-    tokens = slice(draft.first_token, draft.first_token + total)
-    if total == longest * len(counts):
-        return LoraGroup(tokens, view, None, None)
-    steps = np.arange(longest)
-    is_real = steps < counts[:, None]
-    places = (counts.cumsum() - counts)[:, None] + np.minimum(steps, counts[:, None] - 1)  # padded with the adapter's last token
-    return LoraGroup(tokens, view, upload(places.ravel()), upload(is_real.ravel().nonzero()[0]))
+    tokens = slice(draft.first_token, draft.first_token + int(counts.sum()))
+    if draft.is_regular and (counts == counts[0]).all():
+        return LoraGroup(tokens, view, None, None, None)
+    firsts = np.repeat(counts.cumsum() - counts, chunks)[:, None]  # [num_chunks, 1] each chunk's first token in the group
+    counts = np.repeat(counts, chunks)[:, None]
+    steps = np.arange(counts.max())
+    padding = (firsts + np.minimum(steps, counts - 1)).ravel()  # padded with the adapter's own last token
+    real = (steps < counts).ravel().nonzero()[0]
+    return LoraGroup(tokens, view, upload(padding), upload(real), upload(padding[real]))

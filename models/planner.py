@@ -60,7 +60,7 @@ class Planner:
         return Plan(batch, slots[samples], (starts + num_tokens)[samples], result_order)
 
     def _order(self, rows: list[Row]) -> list[int]:
-        def key(index: int) -> tuple[bool, tuple[int, int], int]:
+        def key(index: int) -> tuple[bool, int, int]:
             row = rows[index]
             return row.num_tokens > 1, sort_key(self._slots.runs[row.slot]), row.slot
 
