@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import httpx
+import psutil
 import pytest
 import yaml
 
@@ -54,7 +55,8 @@ def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
     cluster = Cluster(tmp_path_factory.mktemp("cluster"))
     wait_for(lambda: _answers(f"http://127.0.0.1:{cluster.dashboard}/api/version"), "a dashboard")
     yield cluster
-    cluster.process.terminate()
+    for process in [*psutil.Process(cluster.process.pid).children(recursive=True), cluster.process]:
+        process.kill()
     cluster.process.wait(30)
 
 
