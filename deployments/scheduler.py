@@ -81,13 +81,13 @@ class Scheduler:
             sequence.num_unknown -= 1
             if not sequence.is_finished:
                 sequence.append(token_id, eos_ids)
+        for sequence in plan.rows:
+            if sequence.slot is not None:
+                self._publish(sequence)
         alive = [sequence for sequence in sampled if not sequence.is_finished]
         for sequence in alive:
             if sequence.finish_reason:
                 self.finish(sequence)
-        for sequence in plan.rows:
-            if sequence.slot is not None:
-                self._publish(sequence)
         return alive
 
     def _grow(self, plan: Plan, sequence: Sequence) -> None:

@@ -168,6 +168,14 @@ def test_a_shared_prefix_is_computed_once() -> None:
     assert output(again) == greedy("", prompt, 6)
 
 
+def test_a_prompt_that_got_one_token_only_is_remembered_too() -> None:
+    server = Server()
+    for _ in range(2):
+        server.add(list(range(20)), 1)
+        server.run()
+    assert server.scheduler.num_cached_tokens == 16
+
+
 def test_a_prefix_is_not_shared_between_adapters_or_with_the_base() -> None:
     server = Server()
     prompt = list(range(20))
