@@ -31,7 +31,7 @@ class AdapterFiles:
             if known is None or known.signature != files:
                 known = self._validate(adapter_id, path, files)
         except (AdapterError, OSError) as error:
-            raise AdapterFailed(f"adapter {adapter_id!r}: {error}") from error
+            raise AdapterFailed(str(error) if isinstance(error, AdapterError) else f"adapter {adapter_id!r}: {error}") from error
         self._remember(known)
         return dataclasses.replace(known, adapter_id=adapter_id, page_ids=[])
 
@@ -45,7 +45,7 @@ class AdapterFiles:
                 path, top = Path(os.path.realpath(root / adapter_id)), Path(os.path.realpath(root))
                 if path != top and path.is_relative_to(top) and (path / "adapter_config.json").is_file():
                     return path
-        roots = ", ".join(root.name for root in self._roots)
+        roots = ", ".join(f"{root.parent.name}/{root.name}" for root in self._roots)
         raise AdapterNotFound(f"adapter {adapter_id!r} is not in any of the folders this server reads ({roots})")
 
     def _validate(self, adapter_id: str, path: Path, files: str) -> Adapter:

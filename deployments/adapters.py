@@ -77,14 +77,18 @@ class AdapterTable:
         return taken
 
     def discard(self, adapter: Adapter) -> None:
-        """Its pages never got their content; who asks again starts anew."""
+        """Take its pages, whatever is in them; who asks for it again starts anew. Without pages there is nothing to do."""
+        if not adapter.page_ids:
+            return
         self._free_pages += adapter.page_ids
         adapter.page_ids = []
         self.num_resident -= 1
+        if adapter.references == 0:
+            del self._idle[adapter.version]
+            self._num_idle_pages -= adapter.num_pages
+            del self._known[adapter.version]
 
     def _evict_oldest(self) -> None:
-        version, adapter = self._idle.popitem(last=False)
+        adapter = next(iter(self._idle.values()))
         assert adapter.references == 0, "an adapter in use is never evicted"
-        self._num_idle_pages -= adapter.num_pages
         self.discard(adapter)
-        del self._known[version]

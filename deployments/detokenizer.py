@@ -4,21 +4,26 @@ tokenizers' DecodeStream is not used: it raises on byte-fallback vocabularies wh
 no way to ask for what it still holds at the end.
 """
 
+from collections.abc import Sequence
+
 from loray.deployments.tokenizer import Tokenizer
 
+PROMPT_TAIL = 8  # tokens; enough for a word's leading space
 BROKEN = "\ufffd"  # how the decoder writes bytes that are no character, or not yet
 
 
 class Detokenizer:
     """The pieces, joined, are the decoded whole, less bytes at the end that never became a character."""
 
-    def __init__(self, tokenizer: Tokenizer) -> None:
+    def __init__(self, tokenizer: Tokenizer, prompt_ids: Sequence[int] = ()) -> None:
         self._tokenizer = tokenizer
         # A token's text depends on the one before (leading spaces), so a window of two groups is decoded: what was already
-        # given out, as context, and what is new.
-        self._context_ids: list[int] = []
+        # given out, as context, and what is new. At first the context is the end of the prompt.
+        self._context_ids = [token_id for token_id in prompt_ids[-PROMPT_TAIL:] if token_id not in tokenizer.special_texts]
+        if tokenizer.decode(self._context_ids).endswith(BROKEN):
+            self._context_ids = []
         self._new_ids: list[int] = []
-        self._context_len = 0  # characters
+        self._context_len = len(tokenizer.decode(self._context_ids))  # characters
 
     def push(self, token_id: int) -> str:
         """The text that became whole with this token; "" for a special token or within a character."""

@@ -68,6 +68,7 @@ class Driver:
             "kv_blocks": num_blocks,
             "adapter_pages": num_pages,
             "max_total_tokens": spec.max_total_tokens,
+            "vocab_size": read_config(folder)["vocab_size"],
         }
         logger.info("ready in %.1f s: %s", time.monotonic() - started, self._info)
 
@@ -139,7 +140,7 @@ def rank_spec(args: ServerArgs, folder: Path) -> RankSpec:
         dtype=args.model.dtype if args.model.dtype != "auto" else ("bfloat16" if args.device == "cuda" else "float32"),
         world_size=args.tensor_parallel_size,
         max_running=args.scheduler.max_running,
-        max_total_tokens=min(args.model.max_total_tokens, config["max_position_embeddings"]),
+        max_total_tokens=min(args.model.max_total_tokens, config.get("max_position_embeddings", args.model.max_total_tokens)),
         block_size=BLOCK_SIZE,
         memory_fraction=args.kv_cache.memory_fraction,
     )

@@ -24,7 +24,7 @@ logger = logging.getLogger("ray.serve.loray")
 ACCEPT_S = 180.0  # a replica that is being built must be there by then
 TAIL_S = 10.0  # between the end of the Serve call and the last token on the other channel
 ASK_S = 3.0  # for questions about health and numbers
-MAX_LOSSES = 3  # replicas lost in a row without a single new token
+MAX_LOSSES = 2  # replicas lost in a row without a single new token
 
 
 class ReplicaLost(Exception):
@@ -89,7 +89,9 @@ class DriverClient:
                 try:
                     event = await asyncio.wait_for(events.get(), wait_s)
                 except TimeoutError as error:
-                    raise Incomplete(f"no answer from the engine within {wait_s:.0f} s") from error
+                    if call.done():
+                        raise ReplicaLost("its last tokens never came") from error
+                    raise Incomplete(f"no replica took the request within {wait_s:.0f} s") from error
                 if event is None:
                     _raise_if_lost(call)
                     wait_s = TAIL_S
@@ -123,4 +125,5 @@ def _raise_if_lost(call: asyncio.Task[Any]) -> None:
     if isinstance(error, RayError) and not isinstance(error, RayTaskError):
         raise ReplicaLost(str(error).splitlines()[0]) from error
     if error:  # the replica lives, and would fail in the same way again
-        raise Incomplete(f"the driver failed: {error}") from error
+        logger.error("the driver failed on a request", exc_info=error)
+        raise Incomplete("the driver failed on this request; its log says why") from error

@@ -104,6 +104,8 @@ class Engine:
 
     def _turn(self) -> None:
         self._read_inbox()
+        for address in self._tokens.lost():
+            self._abort_all(address)
         while len(self._in_flight) < STEPS_IN_FLIGHT and (plan := self._scheduler.schedule()):
             self._send(plan)
         self._flush()
@@ -177,12 +179,17 @@ class Engine:
             self._scheduler.finish(sequence)
             self._forget(sequence)
 
+    def _abort_all(self, reply: Address) -> None:
+        """Their ingress is gone, and so are the clients behind it."""
+        for sequence in [s for s in self._sequences.values() if s.reply == reply]:
+            self._abort(sequence.request.request_id)
+
     def _fail_adapter(self, adapter: Adapter, reason: str) -> None:
         """The ranks could not read it: end its requests, and them alone."""
         self._scheduler.adapters.discard(adapter)
         for sequence in [s for s in self._sequences.values() if s.adapter is adapter]:
             self._scheduler.finish(sequence)
-            self._end_with(sequence, AdapterFailed(f"adapter {adapter.adapter_id!r}: {reason}"))
+            self._end_with(sequence, AdapterFailed(reason))
 
     def _end_with(self, sequence: Sequence, error: LorayError) -> None:
         self._tell(sequence, error=type(error).__name__, message=error.message)

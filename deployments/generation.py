@@ -55,7 +55,7 @@ class Generation:
         self.finish_reason = ""
         self._stops = stops
         self._specials = tokenizer.special_texts
-        self._detokenizer = Detokenizer(tokenizer)
+        self._detokenizer = Detokenizer(tokenizer, request.prompt_ids)
         self._stop_strings = StopStrings(stops)
         self._events = backend.generate(request)
 

@@ -74,8 +74,11 @@ def _routing_error(request: Request, error: HTTPException) -> Response:
 
 def _add_health(app: FastAPI, service: Service) -> None:
     @app.get("/", tags=["health"])
+    @app.head("/", include_in_schema=False)
     @app.get("/health", tags=["health"])
+    @app.head("/health", include_in_schema=False)
     @app.get("/ping", tags=["health"])
+    @app.head("/ping", include_in_schema=False)
     async def health() -> Response:
         """200 when tokens can be made, else 503."""
         await service.check_health()

@@ -179,7 +179,7 @@ def _watch(plan: Plan, signals: "_Signals") -> None:
             application = serve.status().applications.get(plan.name)
         except Exception as error:
             raise LaunchError(f"Ray is gone: {_reason(str(error))}") from error
-        state = application.status if application else "deleted"
+        state = application.status.value if application else "deleted"
         if state != last:
             _say(f"the application is {state}{': ' + _reason(application.message) if application and application.message else ''}")
             last = state

@@ -7,7 +7,7 @@ from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationErr
 from loray.deployments.error_shapes import invalid_request
 from loray.deployments.errors import InvalidRequest
 from loray.deployments.service import MAX_SEED, MAX_STOPS, random_seed
-from loray.models.step import Sampling
+from loray.models.step import MAX_TOP_K, Sampling
 
 
 def whole_characters(text: str) -> str:
@@ -37,7 +37,7 @@ class Parameters(Body):
     """Implied by a temperature other than 0 and 1, by top_k and by top_p."""
     temperature: float | None = Field(default=None, ge=0)
     """0 is greedy."""
-    top_k: int | None = Field(default=None, gt=0)
+    top_k: int | None = Field(default=None, gt=0, le=MAX_TOP_K)
     top_p: float | None = Field(default=None, gt=0, le=1)
     seed: int | None = Field(default=None, ge=0, le=MAX_SEED)
     """Drawn at random, and reported in the details, when not given."""

@@ -5,10 +5,10 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field
 
-from loray.deployments.errors import InvalidRequest
+from loray.deployments.errors import AdapterNotFound, InvalidRequest
 from loray.deployments.native_request import Body, StopString, Text, refuse_not_built, refuse_source
 from loray.deployments.service import MAX_SEED, MAX_STOPS, random_seed
-from loray.models.step import Sampling
+from loray.models.step import MAX_TOP_K, Sampling
 
 MAX_PROMPTS = 128  # in one completions request
 DEFAULT_COMPLETION_TOKENS = 16  # OpenAI's
@@ -51,10 +51,10 @@ class OpenAIBody(Body):
     temperature: float | None = Field(default=None, ge=0, le=2)
     """1 when not given; 0 is greedy."""
     top_p: float | None = Field(default=None, gt=0, le=1)
-    top_k: int | None = Field(default=None, gt=0)
+    top_k: int | None = Field(default=None, gt=0, le=MAX_TOP_K)
     """Not OpenAI's."""
     max_tokens: int | None = Field(default=None, ge=1)
-    stop: StopString | list[StopString] | None = Field(default=None, max_length=MAX_STOPS)
+    stop: StopString | Annotated[list[StopString], Field(max_length=MAX_STOPS)] | None = None
     stream: bool | None = None
     stream_options: StreamOptions | None = None
     seed: int | None = Field(default=None, ge=-MAX_SEED, le=MAX_SEED)
@@ -79,7 +79,12 @@ class OpenAIBody(Body):
         return bool(self.stream_options and self.stream_options.include_usage)
 
     def adapter_id(self, base: str) -> str:
-        return "" if self.model == base else self.model.removeprefix(f"{base}:")
+        if self.model == base:
+            return ""
+        name = self.model.removeprefix(f"{base}:")
+        if not name:
+            raise AdapterNotFound(f"the model {self.model!r} does not exist")
+        return name
 
     def sampling(self) -> Sampling:
         if self.temperature == 0:

@@ -61,6 +61,12 @@ class Service:
         fits = self.max_total_tokens - num_prompt
         if not prompt_ids:
             raise InvalidRequest(f"{names.prompt}: must have at least one token", names.prompt)
+        # A tokenizer may know tokens that the model has no embedding for.
+        vocab_size = self.facts.get("vocab_size")
+        if vocab_size is not None and max(prompt_ids) >= vocab_size:
+            raise InvalidRequest(
+                f"{names.prompt}: token {max(prompt_ids)} is unknown to the model, whose last is {vocab_size - 1}", names.prompt
+            )
         if fits < 1:
             raise InvalidRequest(
                 f"{names.prompt}: has {num_prompt} tokens, which leaves no room in max_total_tokens, {self.max_total_tokens}",

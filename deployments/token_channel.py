@@ -13,12 +13,16 @@ import zmq.asyncio
 from loray.cluster.channel import Address, bind, connect
 from loray.deployments.request import TokenEvent
 
+# The ingress has closed its end, or there is nobody at its address: it listens before it hands the address out.
+LOST = zmq.EVENT_DISCONNECTED | zmq.EVENT_CONNECT_RETRIED
+
 
 class TokenSender:
     """The driver's end. Belongs to the engine's thread."""
 
     def __init__(self) -> None:
         self._sockets: dict[Address, zmq.Socket] = {}
+        self._monitors: dict[Address, zmq.Socket] = {}
         self._encoder = msgspec.msgpack.Encoder()
 
     def send(self, events: Iterable[tuple[Address, TokenEvent]]) -> None:
@@ -27,7 +31,8 @@ class TokenSender:
             by_address[address].append(event)
         for address, batch in by_address.items():
             if address not in self._sockets:
-                self._sockets[address] = connect(zmq.PUSH, address)
+                sock = self._sockets[address] = connect(zmq.PUSH, address)
+                self._monitors[address] = sock.get_monitor_socket(LOST)
             self._sockets[address].send(self._encoder.encode(batch))
 
     def knows(self, address: Address) -> bool:
@@ -36,7 +41,20 @@ class TokenSender:
     def keep(self, addresses: set[Address]) -> None:
         """Close what leads to other addresses: an ingress that is gone must not hold memory here."""
         for address in self._sockets.keys() - addresses:
-            self._sockets.pop(address).close(linger=1000)
+            self._close(address)
+
+    def lost(self) -> list[Address]:
+        """Those whose ingress has gone since the last call. They are forgotten here."""
+        gone = [address for address, monitor in self._monitors.items() if monitor.poll(0)]
+        for address in gone:
+            self._close(address)
+        return gone
+
+    def _close(self, address: Address) -> None:
+        sock = self._sockets.pop(address)
+        sock.disable_monitor()
+        self._monitors.pop(address).close()
+        sock.close(linger=1000)
 
 
 class TokenReceiver:

@@ -33,6 +33,8 @@ REFUSED_FIELDS = {  # field of adapter_config.json -> what it is; any value but 
 PLAIN_INITS = {"gaussian", "eva", "orthogonal"}  # leave the base model's weights alone; pissa, olora, corda and loftq do not
 TENSOR_NAME = re.compile(r"(?P<module>.+)\.lora_(?P<side>[AB])(\.[^.]+)?\.weight")
 
+MAX_NUMBER = 1e30  # beyond it a scale is no float32 any more
+
 
 class AdapterError(Exception):
     """The adapter cannot be served; the message names the adapter, the tensor or field, and the reason."""
@@ -86,7 +88,7 @@ def _read_config(file: Path) -> dict[str, Any]:
         config = json.loads(file.read_bytes())
     except FileNotFoundError:
         raise AdapterError(f"{CONFIG_FILE} is missing") from None
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         raise AdapterError(f"{CONFIG_FILE} cannot be read: {error}") from None
     if not isinstance(config, dict):
         raise AdapterError(f"{CONFIG_FILE} is not a JSON object")
@@ -132,15 +134,18 @@ def _read_header(folder: Path) -> dict[str, Any]:
             if size < 8 or header_size > size - 8:
                 raise AdapterError(f"{WEIGHTS_FILE} is cut short: {size} bytes cannot hold its header")
             header = json.loads(opened.read(header_size))
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         raise AdapterError(f"{WEIGHTS_FILE} is corrupt: {error}") from None
     if not isinstance(header, dict):
         raise AdapterError(f"{WEIGHTS_FILE} is corrupt: its header is not a JSON object")
     header.pop("__metadata__", None)
     if not header:
         raise AdapterError(f"{WEIGHTS_FILE} holds no tensors")
+    data_size = size - 8 - header_size
     for name, entry in header.items():
-        _check_entry(name, entry, size - 8 - header_size)
+        _check_entry(name, entry, data_size)
+    if (used := sum(entry["data_offsets"][1] - entry["data_offsets"][0] for entry in header.values())) != data_size:
+        raise AdapterError(f"{WEIGHTS_FILE} is corrupt: it has {data_size} bytes of data, and its tensors {used}")
     return header
 
 
@@ -213,4 +218,4 @@ def _compile(field: str, key: str) -> re.Pattern[str]:
 
 
 def _is_number(value: Any) -> bool:
-    return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
+    return isinstance(value, int | float) and not isinstance(value, bool) and abs(value) <= MAX_NUMBER

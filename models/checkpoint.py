@@ -124,7 +124,10 @@ def _missing_weights(folder: Path) -> list[str]:
     index = folder / "model.safetensors.index.json"
     if not index.is_file():
         return [] if any(folder.glob("*.safetensors")) else ["*.safetensors"]
-    shards = set(_read_object(index).get("weight_map", {}).values())
+    weight_map = _read_object(index).get("weight_map")
+    if not isinstance(weight_map, dict) or not all(isinstance(shard, str) for shard in weight_map.values()):
+        raise CheckpointError(f"{index} has no weight_map from tensor names to files")
+    shards = set(weight_map.values())
     return sorted(shard for shard in shards if not (folder / shard).is_file())
 
 

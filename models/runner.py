@@ -97,15 +97,20 @@ class Runner:
         reasons: dict[int, str] = {}
         for index, load in enumerate(loads):
             try:
-                if load.signature and load.signature != signature(Path(load.path)):
-                    raise AdapterError(f"adapter {Path(load.path).name!r}: its files changed after they were checked")
+                self._check_signature(load)
                 self._lora.load(Path(load.path), load.page_ids)
+                self._check_signature(load)
             except AdapterError as error:
                 reasons[index] = str(error)
         if not loads:
             return reasons
         failed = self._parallel.any_rank([index in reasons for index in range(len(loads))], self._device)
         return {i: reasons.get(i, "another rank could not read the adapter") for i, is_failed in enumerate(failed) if is_failed}
+
+    @staticmethod
+    def _check_signature(load: AdapterLoad) -> None:
+        if load.signature and load.signature != signature(Path(load.path)):
+            raise AdapterError(f"adapter {Path(load.path).name!r}: its files changed after they were checked")
 
     def _admit(self, admission: Admission) -> None:
         self._slots.admit(admission)

@@ -9,6 +9,7 @@ from torch import Tensor
 
 from loray.kernels.noise import gumbel_noise
 
+LOWEST_TEMPERATURE = 1e-6  # below it the softmax is one-hot, and logits / temperature might overflow
 LOWEST_LOGPROB = -9999.0  # stands for minus infinity: every logprob is finite
 
 
@@ -27,7 +28,7 @@ def sample(logits: Tensor, rows: SamplingRows) -> tuple[Tensor, Tensor]:
     """[num_samples, vocab_size] -> token ids [num_samples] int64 and their log-probabilities under the unwarped logits."""
     logits = logits.float()
     tokens = logits.argmax(-1)
-    is_random = rows.temperature > 0
+    is_random = rows.temperature > LOWEST_TEMPERATURE
     if is_random.any():
         places = torch.from_numpy(is_random.nonzero()[0]).to(logits.device)
         tokens[places] = _sample_random(logits[places], _select(rows, is_random))

@@ -4,16 +4,21 @@ The driver keeps ids; each rank keeps, for every slot, the tokens, the block tab
 decode costs a few bytes on the wire, and a sampled token feeds the next step without leaving the device.
 """
 
+from typing import Annotated
+
 import msgspec
+from msgspec import Meta
+
+MAX_TOP_K = 2**31 - 1
 
 
 class Sampling(msgspec.Struct, frozen=True, array_like=True):
     """How one sequence picks its tokens."""
 
-    temperature: float = 0.0  # 0 = greedy
-    top_k: int = 0  # 0 = off
-    top_p: float = 1.0  # 1 = off
-    seed: int = 0  # 0 .. 2**63-1
+    temperature: Annotated[float, Meta(ge=0)] = 0.0  # 0 = greedy
+    top_k: Annotated[int, Meta(ge=0, le=MAX_TOP_K)] = 0  # 0 = off
+    top_p: Annotated[float, Meta(gt=0, le=1)] = 1.0  # 1 = off
+    seed: Annotated[int, Meta(ge=0)] = 0  # up to 2**63-1, which is all that the wire's integers hold
 
 
 class Admission(msgspec.Struct, frozen=True, array_like=True):

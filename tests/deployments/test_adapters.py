@@ -67,6 +67,19 @@ def test_a_failed_load_leaves_no_trace() -> None:
     assert table.num_used_pages == table.num_references == table.num_resident == 0
 
 
+def test_a_load_that_fails_after_its_last_user_left_leaves_no_trace() -> None:
+    table = AdapterTable(2)
+    bad = table.acquire(adapter("bad", 2))
+    table.place(bad)
+    table.release(bad)
+    table.discard(bad)
+    table.discard(bad)
+    assert table.num_used_pages == table.num_references == table.num_resident == 0
+    next_one = table.acquire(adapter("next", 2))
+    assert table.can_place(next_one) and len(table.place(next_one).page_ids) == 2
+    assert not table.can_place(table.acquire(adapter("third"))), "pages are not counted twice"
+
+
 def test_releasing_too_often_is_a_broken_invariant() -> None:
     table = AdapterTable(1)
     used = table.acquire(adapter("a"))

@@ -36,6 +36,16 @@ def test_of_cached_blocks_the_least_recently_used_goes_first() -> None:
     assert pool.take_cached([b"b"]) == [] and pool.take_cached([b"a"]) == [a]
 
 
+def test_the_end_of_a_prefix_is_given_up_before_its_head() -> None:
+    pool = BlockPool(2, 16)
+    head, tail = pool.allocate(2)
+    pool.publish(head, b"head")
+    pool.publish(tail, b"tail")
+    pool.release([head, tail])
+    pool.allocate(1)
+    assert pool.take_cached([b"head", b"tail"]) == [head]
+
+
 def test_a_prefix_ends_at_the_first_missing_block() -> None:
     pool = BlockPool(4, 16)
     block_ids = pool.allocate(3)

@@ -167,6 +167,34 @@ def test_an_ingress_that_is_gone_stops_nobody(client: Client, engine: Engine) ->
     assert client.tokens("r") == greedy("", [1], 8)
 
 
+def test_requests_of_an_ingress_that_dies_are_aborted(client: Client, engine: Engine, steps: RankInProcess) -> None:
+    steps.gate.clear()
+    other = Client(engine)
+    for name in ("a", "b"):
+        other.submit(name, [1, 2], max_new_tokens=60, adapter=Adapter("x", "x", "x", 1))
+        assert other.socket.poll(5000) and other.socket.recv(), "the engine has said: accepted"
+    client.submit("r", [1])
+    other.socket.close()
+    assert other.ended["a"].wait(5) and other.ended["b"].wait(5)
+    steps.gate.set()
+    assert client.tokens("r") == greedy("", [1], 8)
+
+
+def test_a_load_that_fails_after_the_client_left_harms_nobody(client: Client, steps: RankInProcess, engine: Engine) -> None:
+    steps.rank.bad_paths = {"bad"}
+    steps.gate.clear()
+    client.submit("gone", [1], adapter=Adapter("bad", "bad", "bad", NUM_PAGES))
+    deadline = time.monotonic() + 5
+    while not steps.queue and time.monotonic() < deadline:
+        time.sleep(0.01)
+    engine.abort("gone")
+    assert client.ended["gone"].wait(5)
+    steps.gate.set()
+    for name in ("x", "y"):
+        client.submit(name, [1], adapter=Adapter(name, name, name, NUM_PAGES))
+    assert client.tokens("x") == greedy("x", [1], 8) and client.tokens("y") == greedy("y", [1], 8)
+
+
 def test_pending_work_without_results_counts_as_a_stall(client: Client, steps: RankInProcess, engine: Engine) -> None:
     assert engine.seconds_stalled() == 0
     steps.gate.clear()

@@ -172,6 +172,8 @@ def test_the_nulls_of_lorax_clients_are_defaults() -> None:
         {"temperature": -0.1},
         {"temperature": "0.5"},
         {"top_k": 0},
+        {"top_k": 2**31},
+        {"top_k": 2**64},
         {"top_k": 1.5},
         {"top_p": 0},
         {"top_p": 1.1},

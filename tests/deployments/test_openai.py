@@ -200,7 +200,7 @@ def test_too_many_tokens_are_refused_with_both_numbers() -> None:
     assert error["param"] == "max_tokens" and "1000" in error["message"] and str(MAX_TOTAL_TOKENS) in error["message"]
 
 
-@pytest.mark.parametrize("stop", ["o w", ["zzz", "o w"]])
+@pytest.mark.parametrize("stop", ["o w", ["zzz", "o w"], ["a long stop string that never comes", "o w"]])
 @pytest.mark.parametrize("stream", [False, True])
 def test_the_stop_string_is_removed(stop: str | list[str], stream: bool) -> None:
     backend = ScriptedBackend(tokens_of("hello world, this is a test"), finish="length")
@@ -208,6 +208,17 @@ def test_the_stop_string_is_removed(stop: str | list[str], stream: bool) -> None
     choices = [chunk["choices"][0] for chunk in chunks(response.text)] if stream else response.json()["choices"]
     assert "".join(choice["text"] for choice in choices) == "hell"
     assert choices[-1]["finish_reason"] == "stop" and backend.endings == ["GeneratorExit"]
+
+
+def test_a_stop_string_may_be_longer_than_a_list_of_them() -> None:
+    response = post(saying("hello world"), COMPLETIONS, {"model": BASE, "prompt": "x", "stop": "Observation:"})
+    assert response.status_code == 200 and response.json()["choices"][0]["text"] == "hello world"
+
+
+@pytest.mark.parametrize("model", ["", f"{BASE}:"])
+def test_a_model_without_a_name_does_not_exist(model: str) -> None:
+    response = post(saying("x"), COMPLETIONS, {"model": model, "prompt": "x"})
+    assert response.status_code == 404 and response.json()["error"]["code"] == "model_not_found"
 
 
 def test_the_end_by_length_is_told() -> None:

@@ -1,6 +1,7 @@
 import random
 from collections import deque
 
+import msgspec
 import pytest
 
 from loray.cluster.channel import Address
@@ -208,6 +209,36 @@ def test_a_request_whose_adapter_finds_no_pages_blocks_nobody() -> None:
     assert not long.is_finished and starved.slot is None
     server.run()
     assert output(starved) == greedy("other", [2], 5)
+
+
+def test_ignoring_the_end_token_goes_on_to_the_limit() -> None:
+    tokens = greedy("", [7, 8], 12)
+    server = Server(eos=tokens[3])
+    sequence = server.add([7, 8], 12)
+    sequence.request = msgspec.structs.replace(sequence.request, ignore_eos=True)
+    server.run()
+    assert output(sequence) == tokens and sequence.finish_reason == "length"
+
+
+def test_a_preempted_sequence_goes_on_before_those_that_came_later() -> None:
+    server = Server(num_blocks=6, max_running=2)
+    server.add([1] * 8, 12)
+    young, late = server.add([2] * 7, 12), server.add([3], 2)
+    while not late.is_finished:
+        server.turn()
+        assert late.slot is None or young.slot is not None or young.is_finished
+    assert server.scheduler.num_preemptions > 0
+    server.run()
+    assert output(young) == greedy("", [2] * 7, 12)
+
+
+def test_a_request_is_admitted_only_if_the_running_ones_can_still_grow() -> None:
+    server = Server(num_blocks=4)
+    server.add([1] * 8, 6)
+    server.turn()
+    server.add([2] * 8, 1)
+    server.run()
+    assert server.scheduler.num_preemptions == 0
 
 
 @pytest.mark.parametrize("seed", range(30))

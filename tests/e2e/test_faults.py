@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import httpx
+import psutil
 import pytest
 
 from tests.e2e.conftest import App
@@ -100,3 +101,18 @@ def test_a_sampled_stream_goes_on_with_the_same_tokens_too(app: App) -> None:
     undisturbed = asyncio.run(streams_through(app, lambda: None, **sampling))
     ranks = app.ask_driver("pids")["ranks"]
     assert asyncio.run(streams_through(app, lambda: os.kill(ranks[0], signal.SIGKILL), **sampling)) == undisturbed
+
+
+def test_the_requests_of_a_killed_ingress_are_aborted_and_another_takes_its_place(app: App) -> None:
+    def kill_ingress() -> None:
+        (pid,) = [process.pid for process in psutil.process_iter(["cmdline"]) if ingress in "".join(process.info["cmdline"] or [])]
+        os.kill(pid, signal.SIGKILL)
+
+    ingress = "ray::ServeReplica:faults:Ingress"
+    with pytest.raises((httpx.HTTPError, KeyError)):  # cut, or an error event in place of a token
+        asyncio.run(streams_through(app, kill_ingress))
+    app.wait_until_idle()
+    deadline = time.monotonic() + 60
+    while app.post("/generate", {"inputs": "again", "parameters": {"max_new_tokens": 3}}).status_code != 200:
+        assert time.monotonic() < deadline
+        time.sleep(0.5)
