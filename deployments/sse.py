@@ -12,6 +12,8 @@ from loray.deployments.errors import Incomplete, LorayError
 
 logger = logging.getLogger(__name__)
 
+# Characters that end a line for many clients (Python's splitlines), though not in this format: U+0085, U+2028, U+2029 in UTF-8.
+LINE_BREAKS = {b"\xc2\x85": rb"\u0085", b"\xe2\x80\xa8": rb"\u2028", b"\xe2\x80\xa9": rb"\u2029"}
 DONE = b"data: [DONE]\n\n"
 HEADERS = {"Cache-Control": "no-cache", "X-Accel-Buffering": "no"}  # no proxy may hold tokens back
 
@@ -64,4 +66,7 @@ async def _content(
 
 
 def _encode(events: Iterable[dict[str, Any]]) -> bytes:
-    return b"".join(b"data: " + msgspec.json.encode(event) + b"\n\n" for event in events)
+    text = b"".join(b"data: " + msgspec.json.encode(event) + b"\n\n" for event in events)
+    for raw, escaped in LINE_BREAKS.items():
+        text = text.replace(raw, escaped)
+    return text

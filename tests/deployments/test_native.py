@@ -310,3 +310,9 @@ def test_tokenize_gives_ids_and_places() -> None:
     assert [span["id"] for span in spans] == HF.encode(text)
     assert "".join(span["text"] for span in spans) == text
     assert all(text[span["start"] : span["stop"]] == span["text"] for span in spans)
+
+
+def test_no_character_of_the_text_breaks_an_events_line() -> None:
+    said = "a\u0085b\u2028c\u2029d\x1ce"
+    lines = [line for line in post(saying(said), "/generate_stream", {"inputs": "x"}).text.splitlines() if line]
+    assert [json.loads(line.removeprefix("data:")) for line in lines][-1]["generated_text"] == said
