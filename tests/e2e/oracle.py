@@ -2,9 +2,13 @@
 
 from pathlib import Path
 
+import numpy as np
 import torch
 from peft import PeftModel
 from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from loray.kernels.noise import gumbel_noise
+from loray.models.sampler import noise_keys
 
 ROUNDING = 1e-4
 
@@ -35,7 +39,17 @@ class Oracle:
 
     def assert_greedy(self, adapter_id: str, prompt_ids: list[int], output_ids: list[int]) -> None:
         """Two tokens whose logits differ by less than float32 rounding are equally greedy."""
+        assert_best(self.logits(adapter_id, prompt_ids + output_ids)[len(prompt_ids) - 1 : -1], output_ids, ROUNDING)
+
+    def assert_sampled(self, adapter_id: str, prompt_ids: list[int], output_ids: list[int], temperature: float, seed: int) -> None:
+        """Each token is the best of logits / temperature + the noise of its seed and position."""
         logits = self.logits(adapter_id, prompt_ids + output_ids)[len(prompt_ids) - 1 : -1]
-        missing = logits.max(-1).values - logits.gather(1, torch.tensor(output_ids)[:, None])[:, 0]
-        worst = int(missing.argmax())
-        assert missing[worst] < ROUNDING, f"adapter {adapter_id!r}: token {worst} of {output_ids} misses the best by {missing[worst]}"
+        positions = np.arange(len(prompt_ids), len(prompt_ids) + len(output_ids))
+        keys = torch.from_numpy(noise_keys(np.full(len(output_ids), seed, np.uint64), positions))
+        assert_best(logits / temperature + gumbel_noise(keys, logits.shape[1]), output_ids, ROUNDING / temperature)
+
+
+def assert_best(scores: torch.Tensor, token_ids: list[int], tolerance: float) -> None:
+    missing = scores.max(-1).values - scores.gather(1, torch.tensor(token_ids)[:, None])[:, 0]
+    worst = int(missing.argmax())
+    assert missing[worst] < tolerance, f"token {worst} of {token_ids} misses the best by {missing[worst]}"

@@ -96,11 +96,12 @@ def test_streams_go_on_with_the_same_tokens_when(disaster: str, app: App, oracle
     app.wait_until_idle()
 
 
-def test_a_sampled_stream_goes_on_with_the_same_tokens_too(app: App) -> None:
-    sampling = {"temperature": 0.8, "top_p": 0.9, "seed": 7}
-    undisturbed = asyncio.run(streams_through(app, lambda: None, **sampling))
+def test_a_sampled_stream_goes_on_with_the_noise_of_its_seed(app: App, oracle: Oracle) -> None:
     ranks = app.ask_driver("pids")["ranks"]
-    assert asyncio.run(streams_through(app, lambda: os.kill(ranks[0], signal.SIGKILL), **sampling)) == undisturbed
+    outputs = asyncio.run(streams_through(app, lambda: os.kill(ranks[0], signal.SIGKILL), temperature=0.8, seed=7))
+    for (adapter_id, prompt), output_ids in zip(STREAMS, outputs, strict=True):
+        assert len(output_ids) == NEW_TOKENS
+        oracle.assert_sampled(adapter_id, oracle.tokenizer(prompt)["input_ids"], output_ids, temperature=0.8, seed=7)
 
 
 def test_the_requests_of_a_killed_ingress_are_aborted_and_another_takes_its_place(app: App) -> None:
