@@ -21,7 +21,7 @@ from typing import Any
 from filelock import FileLock, Timeout
 
 MARKER = "loray.json"  # written last into a converted folder: what it was made from, and the size and checksum of every file
-FORMAT = 1  # raised when the conversion changes, so that older folders are made anew
+FORMAT = 2  # raised when the conversion changes, so that older folders are made anew
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "tokenizer_config.json")
 STDERR = 2  # the file descriptor itself: sys.stderr may be a stand-in without one
 HUB_PATTERNS = ["*.safetensors", "*.json", "*.jinja", "*.model", "*.txt"]

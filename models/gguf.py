@@ -8,7 +8,7 @@ from typing import Any
 
 
 def convert(gguf: Path, folder: Path) -> None:
-    """Weights as float32 safetensors, a fast tokenizer with its chat template, and a generation config that knows every end token."""
+    """Weights as float16 safetensors, a fast tokenizer with its chat template, and a generation config that knows every end token."""
     import gguf as gguf_library
     import torch
     from safetensors.torch import save_file
@@ -19,7 +19,8 @@ def convert(gguf: Path, folder: Path) -> None:
     folder.mkdir(parents=True)
     model = AutoModelForCausalLM.from_pretrained(gguf.parent, gguf_file=gguf.name, dtype=torch.float32)
     config = model.config
-    tensors = {name: tensor.contiguous() for name, tensor in model.state_dict().items()}
+    tensors = {name: tensor.half().contiguous() for name, tensor in model.state_dict().items()}  # finer than any GGUF quantisation
+    config.dtype = torch.float16
     if config.tie_word_embeddings:
         del tensors["lm_head.weight"]  # the same tensor as the embedding
     save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})

@@ -10,6 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from loray.kernels.half_linear import HalfMatrix, pack_half
 from loray.kernels.lora import LoraPages, add_lora
 from loray.models.batch import Batch
 from loray.models.parallel import Parallel
@@ -44,8 +45,10 @@ class Linear(nn.Module):
         super().__init__()
         self.projections = projections
         self.widths = [projection.out_part.size for projection in projections]
-        self.weight = nn.Parameter(torch.empty(sum(self.widths), projections[0].in_part.size), requires_grad=False)
-        self.bias = nn.Parameter(torch.empty(sum(self.widths)), requires_grad=False) if bias else None
+        self.in_size, self.out_size = projections[0].in_part.size, sum(self.widths)
+        self.weight = nn.Parameter(torch.empty(self.out_size, self.in_size), requires_grad=False)
+        self.bias = nn.Parameter(torch.empty(self.out_size), requires_grad=False) if bias else None
+        self._half: HalfMatrix | None = None
         self.lora: LoraPages | None = None
         self._parallel = parallel
         self._is_row_parallel = is_row_parallel
@@ -53,11 +56,19 @@ class Linear(nn.Module):
     def forward(self, x: Tensor, batch: Batch) -> Tensor:
         # [num_tokens, inputs of this rank] -> [num_tokens, outputs of this rank]
         bias = None if self._is_row_parallel and self._parallel.rank > 0 else self.bias  # a summed bias counts once
-        y = F.linear(x, self.weight, bias)
+        y = F.linear(x, self.weight, bias) if self._half is None else self._half(x)
+        if self._half is not None and bias is not None:
+            y += bias
         if batch.lora_groups:
             assert self.lora is not None, "a row has LoRA pages, but no pages were allocated"
             add_lora(y, x, self.lora, batch.lora_groups)
         return self._parallel.all_reduce(y) if self._is_row_parallel else y
+
+    def pack(self) -> None:
+        """Once the weights are here: keep them in the form that is read fastest."""
+        self._half = pack_half(self.weight)
+        if self._half is not None:
+            self.weight.data = self.weight.new_empty(0)
 
     def weights(self, path: str) -> Iterator[Weight]:
         names = self.paths(path)
@@ -87,7 +98,7 @@ def row_linear(name: str, in_features: int, in_part: Shard, out_features: int, b
 
 
 class Embedding(nn.Module):
-    """Token embeddings, cut by vocabulary. Its weight is also the head's where the two are tied."""
+    """Token embeddings, cut by vocabulary."""
 
     def __init__(self, vocab_size: int, hidden_size: int, parallel: Parallel) -> None:
         super().__init__()
@@ -104,9 +115,33 @@ class Embedding(nn.Module):
         x = F.embedding(local.masked_fill(is_elsewhere, 0), self.weight)
         return self._parallel.all_reduce(x.masked_fill_(is_elsewhere[:, None], 0))
 
-    def logits(self, hidden: Tensor) -> Tensor:  # [num_samples, hidden_size] -> [num_samples, vocab_size], on every rank
-        return self._parallel.gather_columns(F.linear(hidden, self.weight), self._vocab_size)
-
     def weights(self, path: str) -> Iterator[Weight]:
         shape = (self._vocab_size, self.weight.shape[1])
         yield Weight(f"{path}.weight", shape, (self._part.slice, slice(None)), self.weight)
+
+
+class Head(nn.Module):
+    """Hidden states to logits, cut by vocabulary. Tied: its weight is the embedding's."""
+
+    def __init__(self, vocab_size: int, hidden_size: int, parallel: Parallel, tied_to: Embedding | None) -> None:
+        super().__init__()
+        self._vocab_size = vocab_size
+        self._parallel = parallel
+        self._part = cut(vocab_size, parallel.rank, parallel.world_size)
+        self._is_tied = tied_to is not None
+        self.weight = nn.Parameter(torch.empty(self._part.size, hidden_size), requires_grad=False) if tied_to is None else tied_to.weight
+        self._half: HalfMatrix | None = None
+
+    def forward(self, hidden: Tensor) -> Tensor:  # [num_samples, hidden_size] -> [num_samples, vocab_size], on every rank
+        logits = F.linear(hidden, self.weight) if self._half is None else self._half(hidden)
+        return self._parallel.gather_columns(logits, self._vocab_size)
+
+    def pack(self) -> None:
+        self._half = pack_half(self.weight)
+        if self._half is not None and not self._is_tied:
+            self.weight.data = self.weight.new_empty(0)
+
+    def weights(self, path: str) -> Iterator[Weight]:
+        if not self._is_tied:
+            shape = (self._vocab_size, self.weight.shape[1])
+            yield Weight(f"{path}.weight", shape, (self._part.slice, slice(None)), self.weight)

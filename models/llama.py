@@ -10,7 +10,7 @@ from loray.kernels.rotary import rotate
 from loray.models.attention import attend
 from loray.models.batch import Batch
 from loray.models.layers import RMSNorm, silu_mul
-from loray.models.linear import Embedding, column_linear, row_linear
+from loray.models.linear import Embedding, Head, column_linear, row_linear
 from loray.models.parallel import Parallel
 from loray.models.rotary import RotaryEmbedding
 from loray.models.shards import cut, cut_heads
@@ -85,7 +85,8 @@ class LlamaForCausalLM(nn.Module):
         if config.hidden_act != "silu":
             raise ValueError(f"Llama with hidden_act {config.hidden_act!r} is not supported, only silu")
         self.model = LlamaModel(config, parallel, max_total_tokens)
-        self.lm_head = None if config.tie_word_embeddings else Embedding(config.vocab_size, config.hidden_size, parallel)
+        tied_to = self.model.embed_tokens if config.tie_word_embeddings else None
+        self.lm_head = Head(config.vocab_size, config.hidden_size, parallel, tied_to)
         self.ignored_tensors = ("rotary_emb.inv_freq", *(["lm_head.weight"] if config.tie_word_embeddings else []))
         kv_heads = cut_heads(config.num_attention_heads, config.num_key_value_heads, parallel.rank, parallel.world_size).kv
         self.kv_shape: tuple[int, int, int] = (config.num_hidden_layers, kv_heads.size, config.head_dim)
@@ -95,5 +96,4 @@ class LlamaForCausalLM(nn.Module):
         hidden = self.model(batch, kv_caches)
         if batch.sample_tokens is not None:
             hidden = hidden[batch.sample_tokens]
-        head = self.model.embed_tokens if self.lm_head is None else self.lm_head
-        return head.logits(self.model.norm(hidden))
+        return self.lm_head(self.model.norm(hidden))

@@ -28,27 +28,33 @@ def load_weights(model: nn.Module, folder: Path, ignored: tuple[str, ...]) -> in
     num_bytes = 0
     with ExitStack() as stack:
         tensors = _open_tensors(folder, stack)
-        weights = [(_find(weight.name, tensors), weight) for weight in checkpoint_weights(model)]
-        _check_names(folder, {name for name, _ in weights}, set(tensors), ignored)
-        for name, weight in tqdm(weights, desc="loading weights", unit="tensor", file=sys.stderr, disable=not sys.stderr.isatty()):
-            part = tensors[name].get_slice(name)
-            if tuple(part.get_shape()) != weight.shape:
-                raise WeightsError(f"{folder.name}: {name} has shape {tuple(part.get_shape())}, the model needs {weight.shape}")
-            weight.out.copy_(part[weight.part])
-            num_bytes += weight.out.nbytes
-    logger.info("loaded %d tensors, %.2f GB, in %.1f s", len(weights), num_bytes / 1e9, time.perf_counter() - started)
+        layers = [(module, [(_find(weight.name, tensors), weight) for weight in weights]) for module, weights in checkpoint_weights(model)]
+        names = {name for _, weights in layers for name, _ in weights}
+        _check_names(folder, names, set(tensors), ignored)
+        for module, weights in tqdm(layers, desc="loading weights", unit="layer", file=sys.stderr, disable=not sys.stderr.isatty()):
+            for name, weight in weights:
+                num_bytes += _read(folder, name, weight, tensors[name])
+            if hasattr(module, "pack"):
+                module.pack()
+    logger.info("loaded %d tensors, %.2f GB, in %.1f s", len(names), num_bytes / 1e9, time.perf_counter() - started)
     return num_bytes
 
 
-def checkpoint_weights(model: nn.Module) -> Iterator[Weight]:
+def checkpoint_weights(model: nn.Module) -> Iterator[tuple[nn.Module, list[Weight]]]:
     """Layers that are cut say how; any other parameter is whole and goes by its own name."""
     for path, module in model.named_modules():
         if hasattr(module, "weights"):
-            yield from module.weights(path)
-        else:
-            for name, parameter in module.named_parameters(recurse=False):
-                shape = tuple(parameter.shape)
-                yield Weight(f"{path}.{name}", shape, tuple(slice(size) for size in shape), parameter)
+            yield module, list(module.weights(path))
+        elif own := dict(module.named_parameters(recurse=False)):
+            yield module, [Weight(f"{path}.{name}", tuple(p.shape), tuple(map(slice, p.shape)), p) for name, p in own.items()]
+
+
+def _read(folder: Path, name: str, weight: Weight, file: Any) -> int:
+    part = file.get_slice(name)
+    if tuple(part.get_shape()) != weight.shape:
+        raise WeightsError(f"{folder.name}: {name} has shape {tuple(part.get_shape())}, the model needs {weight.shape}")
+    weight.out.copy_(part[weight.part])
+    return weight.out.nbytes
 
 
 def _open_tensors(folder: Path, stack: ExitStack) -> dict[str, Any]:

@@ -31,16 +31,15 @@ class LoraPool:
     @property
     def page_bytes(self) -> int:
         return PAGE_RANK * sum(
-            (len(linear.projections) * linear.weight.shape[1] + linear.weight.shape[0]) * linear.weight.itemsize
+            (len(linear.projections) * linear.in_size + linear.out_size) * linear.weight.itemsize
             for linear in self._linears.values()
         )
 
     def allocate(self, num_pages: int) -> None:
         self.num_pages = num_pages
         for linear in self._linears.values():
-            outputs, inputs = linear.weight.shape
-            a = linear.weight.new_empty(len(linear.projections), num_pages * PAGE_RANK, inputs)
-            b = linear.weight.new_empty(num_pages * PAGE_RANK, outputs)
+            a = linear.weight.new_empty(len(linear.projections), num_pages * PAGE_RANK, linear.in_size)
+            b = linear.weight.new_empty(num_pages * PAGE_RANK, linear.out_size)
             linear.lora = LoraPages(a, b, linear.widths)
 
     def load(self, folder: Path, page_ids: list[int]) -> None:

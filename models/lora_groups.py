@@ -97,9 +97,12 @@ def _group(draft: _Draft, upload: Callable[[NDArray[np.int64]], Tensor]) -> Lora
     tokens = slice(draft.first_token, draft.first_token + int(counts.sum()))
     if draft.is_regular and (counts == counts[0]).all():
         return LoraGroup(tokens, view, None, None, None)
-    firsts = np.repeat(counts.cumsum() - counts, chunks)[:, None]  # [num_chunks, 1] each chunk's first token in the group
-    counts = np.repeat(counts, chunks)[:, None]
-    steps = np.arange(counts.max())
-    padding = (firsts + np.minimum(steps, counts - 1)).ravel()  # padded with the adapter's own last token
-    real = (steps < counts).ravel().nonzero()[0]
-    return LoraGroup(tokens, view, upload(padding), upload(real), upload(padding[real]))
+    longest, last_chunks = counts.max(), chunks.cumsum()
+    tokens_before, chunks_before = np.repeat(counts.cumsum() - counts, chunks), last_chunks - chunks
+    steps = np.minimum(np.arange(longest), np.repeat(counts - 1, chunks)[:, None])  # padded with the adapter's own last token
+    step = np.arange(counts.sum()) - np.repeat(counts.cumsum() - counts, counts)  # of each token, among its adapter's
+    num_parts = np.repeat(chunks, counts)  # of each token: one for each chunk of its adapter
+    first_parts = num_parts.cumsum() - num_parts
+    chunk = np.arange(num_parts.sum()) - np.repeat(first_parts - np.repeat(chunks_before, counts), num_parts)
+    parts = chunk * longest + np.repeat(step, num_parts)
+    return LoraGroup(tokens, view, upload((tokens_before[:, None] + steps).ravel()), upload(parts), upload(first_parts))
