@@ -4,6 +4,7 @@ import torch
 from torch import Tensor
 
 HAS_FBGEMM = "fbgemm" in torch.backends.quantized.supported_engines
+ROWS_AT_ONCE = 1024  # of a check, which copies them
 
 
 class HalfMatrix:
@@ -21,5 +22,5 @@ def pack_half(weight: Tensor) -> HalfMatrix | None:
     """None where it can't be had, or where float16 would change a number."""
     if not HAS_FBGEMM or weight.device.type != "cpu" or weight.dtype != torch.float32 or weight.numel() == 0:
         return None
-    is_exact = torch.equal(weight.half().float(), weight)
+    is_exact = all(torch.equal(rows.half().float(), rows) for rows in weight.split(ROWS_AT_ONCE))
     return HalfMatrix(weight) if is_exact else None
