@@ -19,7 +19,6 @@ REFUSED_FIELDS = {  # field of adapter_config.json -> what it is; any value but 
     "lora_bias": "a bias on LoRA's B",
     "modules_to_save": "replaced modules",
     "trainable_token_indices": "trained token embeddings",
-    "fan_in_fan_out": "transposed weights",
     "target_parameters": "LoRA on bare parameters",
     "layer_replication": "replicated layers",
     "alora_invocation_tokens": "activated LoRA",
@@ -187,8 +186,10 @@ def _pair_tensors(header: dict[str, Any], lora_shapes: dict[str, tuple[int, int]
 
 
 def _module_path(name: str, lora_shapes: dict[str, tuple[int, int]]) -> str | None:
+    """Adapters made from the bare model leave out what the whole model calls it ("model", "transformer")."""
     bare = name.removeprefix("base_model.model.")
-    return next((path for path in (bare, name, f"model.{bare}") if path in lora_shapes), None)
+    model = next(iter(lora_shapes), "").partition(".")[0]
+    return next((path for path in (bare, name, f"{model}.{bare}") if path in lora_shapes), None)
 
 
 def _read_module(path: str, sides: dict[str, _Tensor], config: dict[str, Any], shape: tuple[int, int]) -> AdapterModule:

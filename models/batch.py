@@ -10,10 +10,18 @@ pool_ranks     LoRA ranks that the pool of rank pages holds: 8 for each page
 """
 
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from torch import Tensor
 
 from loray.kernels.lora import LoraGroup
+
+
+class Mask(NamedTuple):
+    """Which keys a query sees. No tensor: plainly causal, or every one."""
+
+    added: Tensor | None  # [num_seqs, 1, q_len, context_len] added to the scores
+    is_causal: bool  # every sequence starts here: q_len == context_len, and each query sees the keys up to itself
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,8 +35,7 @@ class AttentionGroup:
     padding: Tensor | None  # [num_seqs * q_len] for each padded query a place in the batch; None = tokens, unpadded
     unpadding: Tensor | None  # [tokens of the group] for each token its place among the padded queries
     blocks: slice | Tensor  # [num_seqs, blocks of the longest] ids of KV blocks; a slice where one sequence's are consecutive
-    mask: Tensor | None  # [num_seqs, 1, q_len, context_len] added to the scores; None = see all, or plainly causal
-    is_causal: bool  # every sequence starts here: q_len == context_len and no mask
+    masks: dict[int, Mask]  # by the width of a layer's sliding window, 0 = none
 
 
 @dataclass(frozen=True, slots=True)

@@ -25,12 +25,16 @@ class Projection:
     in_features: int
     out_features: int
     in_part: Shard
-    out_part: Shard
+    out_parts: tuple[Shard, ...]  # in the order in which the layer gives them; several where the checkpoint itself is fused
+
+    @property
+    def width(self) -> int:
+        return sum(part.size for part in self.out_parts)
 
 
 @dataclass(frozen=True, slots=True)
 class Weight:
-    """One checkpoint tensor, and where this rank's part of it goes."""
+    """One checkpoint tensor, or a piece of it, and where this rank's part goes."""
 
     name: str  # full, as in the checkpoint
     shape: tuple[int, ...]  # of the whole tensor
@@ -39,30 +43,41 @@ class Weight:
 
 
 class Linear(nn.Module):
-    """x W^T + bias, plus each token's LoRA. Column-parallel: outputs are cut. Row-parallel: inputs are cut, outputs summed."""
+    """x W^T + bias, plus each token's LoRA. Cut by outputs (column-parallel), by inputs (row-parallel, then summed), or whole."""
 
-    def __init__(self, projections: list[Projection], bias: bool, parallel: Parallel, is_row_parallel: bool) -> None:
+    def __init__(
+        self, projections: list[Projection], bias: bool, parallel: Parallel, is_row_parallel: bool = False, is_conv1d: bool = False
+    ) -> None:
         super().__init__()
         self.projections = projections
-        self.widths = [projection.out_part.size for projection in projections]
+        self.widths = [projection.width for projection in projections]
         self.in_size, self.out_size = projections[0].in_part.size, sum(self.widths)
         self.weight = nn.Parameter(torch.empty(self.out_size, self.in_size), requires_grad=False)
         self.bias = nn.Parameter(torch.empty(self.out_size), requires_grad=False) if bias else None
-        self._half: HalfMatrix | None = None
         self.lora: LoraPages | None = None
+        self._half: HalfMatrix | None = None
         self._parallel = parallel
         self._is_row_parallel = is_row_parallel
+        self._is_conv1d = is_conv1d  # the checkpoint's matrices are [in, out]
 
     def forward(self, x: Tensor, batch: Batch) -> Tensor:
         # [num_tokens, inputs of this rank] -> [num_tokens, outputs of this rank]
+        y = self.partial(x, batch)
+        return self._parallel.all_reduce(y) if self._is_row_parallel else y
+
+    def partial(self, x: Tensor, batch: Batch) -> Tensor:
+        """Without the sum over the ranks: whoever adds several such outputs sums them once."""
         bias = None if self._is_row_parallel and self._parallel.rank > 0 else self.bias  # a summed bias counts once
-        y = F.linear(x, self.weight, bias) if self._half is None else self._half(x)
-        if self._half is not None and bias is not None:
-            y += bias
+        if self._half is None:
+            y = F.linear(x, self.weight, bias)
+        else:
+            y = self._half(x)
+            if bias is not None:
+                y += bias
         if batch.lora_groups:
             assert self.lora is not None, "a row has LoRA pages, but no pages were allocated"
             add_lora(y, x, self.lora, batch.lora_groups)
-        return self._parallel.all_reduce(y) if self._is_row_parallel else y
+        return y
 
     def pack(self) -> None:
         """Once the weights are here: keep them in the form that is read fastest."""
@@ -71,13 +86,18 @@ class Linear(nn.Module):
             self.weight.data = self.weight.new_empty(0)
 
     def weights(self, path: str) -> Iterator[Weight]:
-        names = self.paths(path)
-        for name, projection, rows in zip(names, self.projections, self.weight.split(self.widths), strict=True):
-            shape = (projection.out_features, projection.in_features)
-            yield Weight(f"{name}.weight", shape, (projection.out_part.slice, projection.in_part.slice), rows)
-        if self.bias is not None:
-            for name, projection, part in zip(names, self.projections, self.bias.split(self.widths), strict=True):
-                yield Weight(f"{name}.bias", (projection.out_features,), (projection.out_part.slice,), part)
+        first_row = 0
+        for name, projection in zip(self.paths(path), self.projections, strict=True):
+            outputs, inputs = projection.out_features, projection.in_features
+            for part in projection.out_parts:
+                rows = slice(first_row, first_row + part.size)
+                first_row += part.size
+                if self._is_conv1d:
+                    yield Weight(f"{name}.weight", (inputs, outputs), (projection.in_part.slice, part.slice), self.weight[rows].T)
+                else:
+                    yield Weight(f"{name}.weight", (outputs, inputs), (part.slice, projection.in_part.slice), self.weight[rows])
+                if self.bias is not None:
+                    yield Weight(f"{name}.bias", (outputs,), (part.slice,), self.bias[rows])
 
     def paths(self, path: str) -> list[str]:
         """What the checkpoint calls this layer's projections: they lie beside the layer itself."""
@@ -85,16 +105,31 @@ class Linear(nn.Module):
         return [f"{parent}.{projection.name}" for projection in self.projections]
 
 
-def column_linear(in_features: int, outputs: dict[str, tuple[int, Shard]], bias: bool, parallel: Parallel) -> Linear:
-    """Fused linears over the same input: name -> (whole output size, this rank's part)."""
+Parts = Shard | tuple[Shard, ...]
+
+
+def column_linear(
+    in_features: int, outputs: dict[str, tuple[int, Parts]], bias: bool, parallel: Parallel, is_conv1d: bool = False
+) -> Linear:
+    """Fused linears over the same input: name -> (whole output size, this rank's part or parts)."""
     whole = Shard(0, in_features)
-    projections = [Projection(name, in_features, total, whole, part) for name, (total, part) in outputs.items()]
-    return Linear(projections, bias, parallel, is_row_parallel=False)
+    projections = [
+        Projection(name, in_features, total, whole, (parts,) if isinstance(parts, Shard) else parts)
+        for name, (total, parts) in outputs.items()
+    ]
+    return Linear(projections, bias, parallel, is_conv1d=is_conv1d)
 
 
-def row_linear(name: str, in_features: int, in_part: Shard, out_features: int, bias: bool, parallel: Parallel) -> Linear:
-    projection = Projection(name, in_features, out_features, in_part, Shard(0, out_features))
-    return Linear([projection], bias, parallel, is_row_parallel=True)
+def row_linear(name: str, inputs: tuple[int, Shard], out_features: int, bias: bool, parallel: Parallel, is_conv1d: bool = False) -> Linear:
+    """inputs: (whole input size, this rank's part)."""
+    in_features, in_part = inputs
+    projection = Projection(name, in_features, out_features, in_part, (Shard(0, out_features),))
+    return Linear([projection], bias, parallel, is_row_parallel=True, is_conv1d=is_conv1d)
+
+
+def whole_linear(name: str, in_features: int, out_features: int, bias: bool, parallel: Parallel) -> Linear:
+    """The same on every rank."""
+    return column_linear(in_features, {name: (out_features, Shard(0, out_features))}, bias, parallel)
 
 
 class Embedding(nn.Module):
@@ -128,7 +163,7 @@ class Head(nn.Module):
         self._vocab_size = vocab_size
         self._parallel = parallel
         self._part = cut(vocab_size, parallel.rank, parallel.world_size)
-        self._is_tied = tied_to is not None
+        self.is_tied = tied_to is not None
         self.weight = nn.Parameter(torch.empty(self._part.size, hidden_size), requires_grad=False) if tied_to is None else tied_to.weight
         self._half: HalfMatrix | None = None
 
@@ -138,10 +173,10 @@ class Head(nn.Module):
 
     def pack(self) -> None:
         self._half = pack_half(self.weight)
-        if self._half is not None and not self._is_tied:
+        if self._half is not None and not self.is_tied:
             self.weight.data = self.weight.new_empty(0)
 
     def weights(self, path: str) -> Iterator[Weight]:
-        if not self._is_tied:
+        if not self.is_tied:
             shape = (self._vocab_size, self.weight.shape[1])
             yield Weight(f"{path}.weight", shape, (self._part.slice, slice(None)), self.weight)

@@ -1,99 +1,155 @@
-"""Llama: grouped-query attention with rotary positions, SwiGLU, RMSNorm."""
+"""Llama and the families that differ from it by flags: grouped-query attention with rotary positions, a gated MLP, RMSNorm."""
 
 from collections.abc import Sequence
 
 from torch import Tensor, nn
 from transformers import PretrainedConfig
 
-from loray.kernels.kv_store import store_kv
-from loray.kernels.rotary import rotate
-from loray.models.attention import attend
+from loray.models.attention import PagedAttention, Rope, Scoring
 from loray.models.batch import Batch
-from loray.models.layers import RMSNorm, silu_mul
+from loray.models.decoder import Decoder
+from loray.models.layers import RMSNorm, activation, gate
 from loray.models.linear import Embedding, Head, column_linear, row_linear
+from loray.models.llama_variant import Variant, head_dim_of, variant_of
 from loray.models.parallel import Parallel
 from loray.models.rotary import RotaryEmbedding
 from loray.models.shards import cut, cut_heads
 
-Rope = tuple[Tensor, Tensor]  # cos, sin of this step's positions
-
 
 class LlamaAttention(nn.Module):
-    def __init__(self, config: PretrainedConfig, parallel: Parallel) -> None:
+    def __init__(self, config: PretrainedConfig, variant: Variant, parallel: Parallel, window: int) -> None:
         super().__init__()
-        hidden, head_dim, bias = config.hidden_size, config.head_dim, config.attention_bias
+        hidden, head_dim = config.hidden_size, head_dim_of(config)
         heads = cut_heads(config.num_attention_heads, config.num_key_value_heads, parallel.rank, parallel.world_size)
-        self.num_heads, self.num_kv_heads, self.head_dim = heads.query.size, heads.kv.size, head_dim
         q_size, kv_size = config.num_attention_heads * head_dim, config.num_key_value_heads * head_dim
         query, kv = heads.query.scaled(head_dim), heads.kv.scaled(head_dim)
-        outputs = {"q_proj": (q_size, query), "k_proj": (kv_size, kv), "v_proj": (kv_size, kv)}
-        self.qkv_proj = column_linear(hidden, outputs, bias, parallel)
-        self.o_proj = row_linear("o_proj", q_size, query, hidden, bias, parallel)
+        if variant.is_fused:
+            parts = (query, kv.shifted(q_size), kv.shifted(q_size + kv_size))
+            self.qkv_proj = column_linear(hidden, {"qkv_proj": (q_size + 2 * kv_size, parts)}, variant.qkv_bias, parallel)
+        else:
+            outputs = {"q_proj": (q_size, query), "k_proj": (kv_size, kv), "v_proj": (kv_size, kv)}
+            self.qkv_proj = column_linear(hidden, outputs, variant.qkv_bias, parallel)
+        self.o_proj = row_linear("o_proj", (q_size, query), hidden, variant.o_bias, parallel)
+        self.q_norm = RMSNorm(head_dim, config.rms_norm_eps, variant.norm_offset) if variant.has_qk_norm else None
+        self.k_norm = RMSNorm(head_dim, config.rms_norm_eps, variant.norm_offset) if variant.has_qk_norm else None
+        self.attention = PagedAttention(heads, head_dim, Scoring(variant.score_scale, window, variant.score_cap))
 
     def forward(self, x: Tensor, rope: Rope, kv_cache: Tensor, batch: Batch) -> Tensor:
-        qkv = self.qkv_proj(x, batch).view(len(x), -1, self.head_dim)
-        rotate(qkv[:, : self.num_heads + self.num_kv_heads], *rope)
-        store_kv(kv_cache, qkv[:, self.num_heads :], batch.kv_slots)
-        out = attend(qkv[:, : self.num_heads], kv_cache, batch)
-        return self.o_proj(out.reshape(len(x), -1), batch)
+        qkv = self.qkv_proj(x, batch)
+        if self.q_norm is not None and self.k_norm is not None:
+            heads = qkv.view(len(x), -1, self.attention.head_dim)
+            q, k, _ = heads.split((self.attention.num_heads, self.attention.num_kv_heads, self.attention.num_kv_heads), 1)
+            q.copy_(self.q_norm(q))
+            k.copy_(self.k_norm(k))
+        return self.o_proj(self.attention(qkv, rope, kv_cache, batch), batch)
 
 
 class LlamaMLP(nn.Module):
-    def __init__(self, config: PretrainedConfig, parallel: Parallel) -> None:
+    def __init__(self, config: PretrainedConfig, variant: Variant, parallel: Parallel) -> None:
         super().__init__()
-        hidden, size, bias = config.hidden_size, config.intermediate_size, config.mlp_bias
+        hidden, size, bias = config.hidden_size, config.intermediate_size, variant.mlp_bias
         part = cut(size, parallel.rank, parallel.world_size)
-        self.gate_up_proj = column_linear(hidden, {"gate_proj": (size, part), "up_proj": (size, part)}, bias, parallel)
-        self.down_proj = row_linear("down_proj", size, part, hidden, bias, parallel)
+        if variant.is_fused:
+            self.gate_up_proj = column_linear(hidden, {"gate_up_proj": (2 * size, (part, part.shifted(size)))}, bias, parallel)
+        else:
+            self.gate_up_proj = column_linear(hidden, {"gate_proj": (size, part), "up_proj": (size, part)}, bias, parallel)
+        self.down_proj = row_linear("down_proj", (size, part), hidden, bias, parallel)
+        self.act = activation(variant.activation)
 
     def forward(self, x: Tensor, batch: Batch) -> Tensor:
-        return self.down_proj(silu_mul(self.gate_up_proj(x, batch)), batch)
+        return self.down_proj(gate(self.act, self.gate_up_proj(x, batch)), batch)
 
 
 class LlamaDecoderLayer(nn.Module):
-    def __init__(self, config: PretrainedConfig, parallel: Parallel) -> None:
+    def __init__(self, config: PretrainedConfig, variant: Variant, parallel: Parallel, window: int) -> None:
         super().__init__()
-        self.self_attn = LlamaAttention(config, parallel)
-        self.mlp = LlamaMLP(config, parallel)
-        self.input_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps)
-        self.post_attention_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps)
+        self.self_attn = LlamaAttention(config, variant, parallel, window)
+        self.mlp = LlamaMLP(config, variant, parallel)
+        self.input_layernorm = rms_norm(config, variant)
+        self.post_attention_layernorm = rms_norm(config, variant)
+        self._residual_scale = variant.residual_scale
 
     def forward(self, x: Tensor, rope: Rope, kv_cache: Tensor, batch: Batch) -> Tensor:  # [num_tokens, hidden] -> same
-        x = x + self.self_attn(self.input_layernorm(x), rope, kv_cache, batch)
-        return x + self.mlp(self.post_attention_layernorm(x), batch)
+        x = x.add(self.self_attn(self.input_layernorm(x), rope, kv_cache, batch), alpha=self._residual_scale)
+        return x.add(self.mlp(self.post_attention_layernorm(x), batch), alpha=self._residual_scale)
+
+
+class PostNormDecoderLayer(LlamaDecoderLayer):
+    """Gemma 2 and 3: what attention and MLP give is normalised too, before it is added."""
+
+    def __init__(self, config: PretrainedConfig, variant: Variant, parallel: Parallel, window: int) -> None:
+        super().__init__(config, variant, parallel, window)
+        self.pre_feedforward_layernorm = rms_norm(config, variant)
+        self.post_feedforward_layernorm = rms_norm(config, variant)
+
+    def forward(self, x: Tensor, rope: Rope, kv_cache: Tensor, batch: Batch) -> Tensor:
+        x = x + self.post_attention_layernorm(self.self_attn(self.input_layernorm(x), rope, kv_cache, batch))
+        return x + self.post_feedforward_layernorm(self.mlp(self.pre_feedforward_layernorm(x), batch))
 
 
 class LlamaModel(nn.Module):
-    def __init__(self, config: PretrainedConfig, parallel: Parallel, max_total_tokens: int) -> None:
+    def __init__(self, config: PretrainedConfig, variant: Variant, parallel: Parallel, max_total_tokens: int) -> None:
         super().__init__()
+        layer = PostNormDecoderLayer if variant.has_post_norms else LlamaDecoderLayer
         self.embed_tokens = Embedding(config.vocab_size, config.hidden_size, parallel)
-        self.layers = nn.ModuleList(LlamaDecoderLayer(config, parallel) for _ in range(config.num_hidden_layers))
-        self.norm = RMSNorm(config.hidden_size, config.rms_norm_eps)
-        self.rotary_emb = RotaryEmbedding(config, config.head_dim, max_total_tokens)
+        self.layers = nn.ModuleList(layer(config, variant, parallel, window) for window in variant.windows)
+        self.norm = rms_norm(config, variant)
+        kinds = sorted(set(variant.rope_kinds))
+        self.rotary_embs = nn.ModuleDict(
+            {f"rope_{kind}": RotaryEmbedding(config, head_dim_of(config), max_total_tokens, kind) for kind in kinds}
+        )
+        self._variant = variant
 
     def forward(self, batch: Batch, kv_caches: Sequence[Tensor]) -> Tensor:
+        variant = self._variant
         x = self.embed_tokens(batch.input_ids)
-        rope = self.rotary_emb(batch.positions)
-        for layer, kv_cache in zip(self.layers, kv_caches, strict=True):
-            x = layer(x, rope, kv_cache, batch)
+        if variant.embedding_scale != 1:
+            x = x * x.new_tensor(variant.embedding_scale)  # rounded to the model's dtype, as Gemma does it
+        ropes = {name: rotary(batch.positions) for name, rotary in self.rotary_embs.items()}
+        kept: dict[int, Tensor] = {}
+        for index, (layer, kind, kv_cache) in enumerate(zip(self.layers, variant.rope_kinds, kv_caches, strict=True)):
+            if variant.skips is not None:
+                x = self._skip(x, index, kept)
+            x = layer(x, ropes[f"rope_{kind}"], kv_cache, batch)
+        return self.norm(x)
+
+    def _skip(self, x: Tensor, index: int, kept: dict[int, Tensor]) -> Tensor:
+        skips = self._variant.skips
+        assert skips is not None
+        for place, layers in enumerate(skips.keeps):
+            if index in layers:
+                kept[place] = x
+        for place, layers in enumerate(skips.mixes):
+            if index in layers:
+                x = kept[place] * skips.weight + x * (1 - skips.weight)
         return x
 
 
-class LlamaForCausalLM(nn.Module):
+class LlamaForCausalLM(Decoder):
+    prefix = "model."
+    ignored_tensors = ("rotary_emb.inv_freq",)
+
     def __init__(self, config: PretrainedConfig, parallel: Parallel, max_total_tokens: int) -> None:
-        super().__init__()
-        if config.hidden_act != "silu":
-            raise ValueError(f"Llama with hidden_act {config.hidden_act!r} is not supported, only silu")
-        self.model = LlamaModel(config, parallel, max_total_tokens)
+        variant = variant_of(config)
+        heads = cut_heads(config.num_attention_heads, config.num_key_value_heads, parallel.rank, parallel.world_size)
+        super().__init__(config.num_hidden_layers, heads, head_dim_of(config))
+        self.windows = frozenset(variant.windows)
+        self.model = LlamaModel(config, variant, parallel, max_total_tokens)
         tied_to = self.model.embed_tokens if config.tie_word_embeddings else None
         self.lm_head = Head(config.vocab_size, config.hidden_size, parallel, tied_to)
-        self.ignored_tensors = ("rotary_emb.inv_freq", *(["lm_head.weight"] if config.tie_word_embeddings else []))
-        kv_heads = cut_heads(config.num_attention_heads, config.num_key_value_heads, parallel.rank, parallel.world_size).kv
-        self.kv_shape: tuple[int, int, int] = (config.num_hidden_layers, kv_heads.size, config.head_dim)
+        self._logit_scale, self._logit_cap = variant.logit_scale, variant.logit_cap
 
-    def forward(self, batch: Batch, kv_caches: Sequence[Tensor]) -> Tensor:  # -> [num_samples, vocab_size]
-        """One cache for each layer, [num_blocks, block_size, 2 * num_kv_heads, head_dim]."""
-        hidden = self.model(batch, kv_caches)
-        if batch.sample_tokens is not None:
-            hidden = hidden[batch.sample_tokens]
-        return self.lm_head(self.model.norm(hidden))
+    def hidden(self, batch: Batch, kv_caches: Sequence[Tensor]) -> Tensor:
+        return self.model(batch, kv_caches)
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        logits = self.lm_head(hidden)
+        if self._logit_scale != 1:
+            logits *= self._logit_scale
+        if self._logit_cap:
+            logits = logits.div_(self._logit_cap).tanh_().mul_(self._logit_cap)
+        return logits
+
+
+def rms_norm(config: PretrainedConfig, variant: Variant) -> RMSNorm:
+    return RMSNorm(config.hidden_size, config.rms_norm_eps, variant.norm_offset)

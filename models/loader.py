@@ -13,6 +13,7 @@ from safetensors import SafetensorError, safe_open
 from torch import nn
 from tqdm import tqdm
 
+from loray.models.decoder import Decoder
 from loray.models.linear import Weight
 
 logger = logging.getLogger("loray.loader")
@@ -22,15 +23,16 @@ class WeightsError(Exception):
     """The checkpoint's tensors are not those of the model; the message names them."""
 
 
-def load_weights(model: nn.Module, folder: Path, ignored: tuple[str, ...]) -> int:
-    """Fill every weight of the model; returns the bytes read. Tensors whose names end in one of `ignored` may be there or not."""
+def load_weights(model: Decoder, folder: Path) -> int:
+    """Fill every weight of the model; returns the bytes read."""
     started = time.perf_counter()
     num_bytes = 0
     with ExitStack() as stack:
         tensors = _open_tensors(folder, stack)
-        layers = [(module, [(_find(weight.name, tensors), weight) for weight in weights]) for module, weights in checkpoint_weights(model)]
+        layers = [(module, [(_find(weight.name, model, tensors), weight) for weight in weights]) for module, weights in _layers(model)]
         names = {name for _, weights in layers for name, _ in weights}
-        _check_names(folder, names, set(tensors), ignored)
+        tied = ("lm_head.weight", *model.renamed.values()) if model.lm_head.is_tied else ()
+        _check_names(folder, names, set(tensors), (*model.ignored_tensors, *tied))
         for module, weights in tqdm(layers, desc="loading weights", unit="layer", file=sys.stderr, disable=not sys.stderr.isatty()):
             for name, weight in weights:
                 num_bytes += _read(folder, name, weight, tensors[name])
@@ -40,7 +42,7 @@ def load_weights(model: nn.Module, folder: Path, ignored: tuple[str, ...]) -> in
     return num_bytes
 
 
-def checkpoint_weights(model: nn.Module) -> Iterator[tuple[nn.Module, list[Weight]]]:
+def _layers(model: nn.Module) -> Iterator[tuple[nn.Module, list[Weight]]]:
     """Layers that are cut say how; any other parameter is whole and goes by its own name."""
     for path, module in model.named_modules():
         if hasattr(module, "weights"):
@@ -71,10 +73,10 @@ def _open_tensors(folder: Path, stack: ExitStack) -> dict[str, Any]:
     return tensors
 
 
-def _find(name: str, tensors: dict[str, Any]) -> str:
-    """Checkpoints of the bare model leave the prefix out."""
-    bare = name.removeprefix("model.")
-    return bare if name not in tensors and bare in tensors else name
+def _find(name: str, model: Decoder, tensors: dict[str, Any]) -> str:
+    """What this checkpoint calls it."""
+    names = (name, name.removeprefix(model.prefix), model.renamed.get(name, name))
+    return next((found for found in names if found in tensors), name)
 
 
 def _check_names(folder: Path, wanted: set[str], found: set[str], ignored: tuple[str, ...]) -> None:

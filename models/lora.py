@@ -31,8 +31,7 @@ class LoraPool:
     @property
     def page_bytes(self) -> int:
         return PAGE_RANK * sum(
-            (len(linear.projections) * linear.in_size + linear.out_size) * linear.weight.itemsize
-            for linear in self._linears.values()
+            (len(linear.projections) * linear.in_size + linear.out_size) * linear.weight.itemsize for linear in self._linears.values()
         )
 
     def allocate(self, num_pages: int) -> None:
@@ -82,5 +81,5 @@ def _pool_ranks(page_ids: list[int]) -> Tensor:
 def _read(file: safe_open, module: AdapterModule, projection: Projection) -> tuple[Tensor, Tensor]:
     """This rank's part of A [rank, inputs] and of scale * B^T [rank, outputs]."""
     a = file.get_slice(module.a_name)[:, projection.in_part.slice]
-    b = file.get_slice(module.b_name)[projection.out_part.slice]
+    b = torch.cat([file.get_slice(module.b_name)[part.slice] for part in projection.out_parts])
     return a, b.T.float() * module.scale

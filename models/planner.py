@@ -11,7 +11,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from loray.models.batch import AttentionGroup, Batch
+from loray.models.batch import AttentionGroup, Batch, Mask
 from loray.models.lora_groups import lora_groups, sort_key
 from loray.models.slots import Slots
 from loray.models.step import Row
@@ -30,11 +30,12 @@ class Plan:
 
 
 class Planner:
-    def __init__(self, slots: Slots, tokens: Tensor, block_size: int, dtype: torch.dtype) -> None:
+    def __init__(self, slots: Slots, tokens: Tensor, block_size: int, dtype: torch.dtype, windows: frozenset[int]) -> None:
         self._slots = slots
         self._tokens = tokens  # [max_running, columns] int32, on the device
         self._block_size = block_size
         self._dtype = dtype
+        self._windows = windows  # of the model's layers, 0 = none
 
     def plan(self, rows: list[Row]) -> Plan:
         order = self._order(rows)
@@ -82,8 +83,6 @@ class Planner:
         steps = np.arange(q_len)
         queries = offsets[:, None] + np.minimum(steps, num_tokens[:, None] - 1)  # [num_seqs, q_len], padded with the last token
         is_real = (steps < num_tokens[:, None]).ravel()
-        is_causal = q_len > 1 and not starts.any()  # then shorter sequences see their own keys only, and their padding is dropped
-        sees_all = q_len == 1 and bool((context_lens == context_len).all())
         return AttentionGroup(
             num_seqs=len(slots),
             q_len=q_len,
@@ -92,8 +91,7 @@ class Planner:
             padding=self._upload(queries.ravel()) if is_padded else None,
             unpadding=self._upload(is_real.nonzero()[0]) if is_padded else None,
             blocks=self._blocks(slots, context_lens, context_len),
-            mask=None if is_causal or sees_all else self._mask(starts, num_tokens, q_len, context_len),
-            is_causal=is_causal,
+            masks={window: self._mask(starts, num_tokens, window) for window in self._windows},
         )
 
     def _blocks(self, slots: Ints, context_lens: Ints, context_len: int) -> slice | Tensor:
@@ -105,12 +103,22 @@ class Planner:
         is_padding = np.arange(table.shape[1]) >= num_blocks[:, None]
         return self._upload(np.where(is_padding, table[:, :1], table))
 
-    def _mask(self, starts: Ints, num_tokens: Ints, q_len: int, context_len: int) -> Tensor:
-        """A query sees the keys up to itself; a padded one sees what the last real one sees."""
+    def _mask(self, starts: Ints, num_tokens: Ints, window: int) -> Mask:
+        """A query sees the keys up to itself, no further back than the window; a padded one sees what the last real one sees."""
+        context_lens = starts + num_tokens
+        q_len, context_len = int(num_tokens.max()), int(context_lens.max())
+        is_narrow = 0 < window < context_len
+        if not is_narrow and q_len > 1 and not starts.any():  # shorter sequences see their own keys only, and their padding is dropped
+            return Mask(None, True)
+        if not is_narrow and q_len == 1 and bool((context_lens == context_len).all()):
+            return Mask(None, False)
         steps = np.minimum(np.arange(q_len), num_tokens[:, None] - 1)
         last_seen = self._upload(starts[:, None] + steps)[:, None, :, None]  # [num_seqs, 1, q_len, 1]
-        is_hidden = torch.arange(context_len, device=last_seen.device) > last_seen
-        return torch.zeros(is_hidden.shape, dtype=self._dtype, device=last_seen.device).masked_fill_(is_hidden, float("-inf"))
+        keys = torch.arange(context_len, device=last_seen.device)
+        is_hidden = keys > last_seen
+        if is_narrow:
+            is_hidden |= keys <= last_seen - window
+        return Mask(torch.zeros(is_hidden.shape, dtype=self._dtype, device=keys.device).masked_fill_(is_hidden, float("-inf")), False)
 
     def _places(self, places: Ints) -> slice | Tensor:
         if places[-1] - places[0] == len(places) - 1:  # the places rise, so they are neighbours

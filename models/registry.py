@@ -2,12 +2,30 @@
 
 from transformers import PretrainedConfig
 
+from loray.models.decoder import Decoder
+from loray.models.gpt2 import GPT2LMHeadModel
+from loray.models.gpt_neox import GPTNeoXForCausalLM
 from loray.models.llama import LlamaForCausalLM
+from loray.models.opt import OPTForCausalLM
 
-ARCHITECTURES = {"LlamaForCausalLM": LlamaForCausalLM}
+ARCHITECTURES: dict[str, type[Decoder]] = {
+    "LlamaForCausalLM": LlamaForCausalLM,
+    "MistralForCausalLM": LlamaForCausalLM,
+    "Qwen2ForCausalLM": LlamaForCausalLM,
+    "Qwen3ForCausalLM": LlamaForCausalLM,
+    "GraniteForCausalLM": LlamaForCausalLM,
+    "SolarForCausalLM": LlamaForCausalLM,
+    "GemmaForCausalLM": LlamaForCausalLM,
+    "Gemma2ForCausalLM": LlamaForCausalLM,
+    "Gemma3ForCausalLM": LlamaForCausalLM,
+    "Phi3ForCausalLM": LlamaForCausalLM,
+    "GPTNeoXForCausalLM": GPTNeoXForCausalLM,
+    "OPTForCausalLM": OPTForCausalLM,
+    "GPT2LMHeadModel": GPT2LMHeadModel,
+}
 
 
-def model_class(config: PretrainedConfig) -> type[LlamaForCausalLM]:
+def model_class(config: PretrainedConfig) -> type[Decoder]:
     for name in config.architectures or []:
         if name in ARCHITECTURES:
             return ARCHITECTURES[name]

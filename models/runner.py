@@ -42,14 +42,14 @@ class Runner:
         config = AutoConfig.from_pretrained(model_path)
         with _born_on(device, dtype), torch.inference_mode():
             self._model = model_class(config)(config, parallel, max_total_tokens)
-            self._weight_bytes = load_weights(self._model, model_path, self._model.ignored_tensors)
+            self._weight_bytes = load_weights(self._model, model_path)
         self._load_seconds = time.perf_counter() - started
         self._parallel, self._device, self._dtype, self._block_size = parallel, device, dtype, block_size
         self._lora = LoraPool(self._model)
         self._slots = Slots.empty(max_running, max_blocks=-(-max_total_tokens // block_size) + 1)
         # One column more: a row that runs one step beyond its end samples a token nobody reads.
         self._tokens = torch.zeros(max_running, max_total_tokens + 1, dtype=torch.int32, device=device)
-        self._planner = Planner(self._slots, self._tokens, block_size, dtype)
+        self._planner = Planner(self._slots, self._tokens, block_size, dtype, self._model.windows)
         self._kv_cache: KVCache | None = None
 
     def report(self, memory_fraction: float) -> LoadReport:

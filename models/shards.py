@@ -21,6 +21,9 @@ class Shard:
         """The same part counted in smaller things: heads -> columns."""
         return Shard(self.start * unit, self.size * unit)
 
+    def shifted(self, distance: int) -> "Shard":
+        return Shard(self.start + distance, self.size)
+
 
 @dataclass(frozen=True, slots=True)
 class HeadShard:

@@ -71,7 +71,6 @@ REFUSALS: dict[str, tuple[Callable[[Path], Any], list[str]]] = {
     "lora_bias": (change_config(lora_bias=True), ["lora_bias"]),
     "modules_to_save": (change_config(modules_to_save=["lm_head"]), ["modules_to_save", "lm_head"]),
     "trainable_tokens": (change_config(trainable_token_indices=[1]), ["trainable_token_indices"]),
-    "fan_in_fan_out": (change_config(fan_in_fan_out=True), ["fan_in_fan_out"]),
     "target_parameters": (change_config(target_parameters=["w"]), ["target_parameters"]),
     "layer_replication": (change_config(layer_replication=[[0, 1]]), ["layer_replication"]),
     "activated_lora": (change_config(alora_invocation_tokens=[5]), ["alora_invocation_tokens"]),
