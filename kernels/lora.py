@@ -23,15 +23,21 @@ class PoolView(NamedTuple):
     num_chunks: int
 
 
+class Padding(NamedTuple):
+    """How the tokens of unequal chunks are laid out as equally many for each, and brought back."""
+
+    places: Tensor  # [num_chunks * longest] for each padded token of each chunk a place among the group's tokens
+    parts: Tensor  # [real tokens of all chunks] places in `places`, those of one token together
+    first_parts: Tensor  # [tokens] where each token's begin
+
+
 @dataclass(frozen=True, slots=True)
 class LoraGroup:
     """Neighbouring tokens, and the ranks that apply to them: those of `view`, where an adapter has one chunk or several."""
 
     tokens: slice
     view: PoolView
-    padding: Tensor | None  # [num_chunks * longest] for each padded token of each chunk a place in `tokens`; None = no need
-    parts: Tensor | None  # [real tokens of all chunks] places in `padding`, those of one token together
-    first_parts: Tensor | None  # [tokens] where each token's begin
+    padding: Padding | None  # None = every adapter has one chunk and equally many tokens
 
 
 class LoraPages:
@@ -68,10 +74,10 @@ def add_lora(y: Tensor, x: Tensor, pages: LoraPages, groups: Sequence[LoraGroup]
     for group in groups:
         x_part = x[group.tokens]
         if group.padding is not None:
-            x_part = x_part.index_select(0, group.padding)
+            x_part = x_part.index_select(0, group.padding.places)
         x_part = x_part.view(group.view.num_chunks, -1, x.shape[1])
         for y_part, (a, b) in zip(y[group.tokens].split(pages.widths, 1), pages.matrices(group.view), strict=True):
             delta = x_part.bmm(a).bmm(b).flatten(0, 1)
             if group.padding is not None:  # a sum over bags of rows: a third of index_add_'s time, and always in the same order
-                delta = torch.embedding_bag(delta, group.parts, group.first_parts, False, 0)[0]
+                delta = torch.embedding_bag(delta, group.padding.parts, group.padding.first_parts, False, 0)[0]
             y_part.add_(delta)

@@ -22,8 +22,7 @@ class RMSNorm(nn.Module):
         return (x / rms).to(x.dtype).mul_(self.weight)
 
     def pack(self) -> None:
-        if self._offset:
-            self.weight += self._offset
+        self.weight.add_(self._offset)
 
 
 class PositionEmbedding(nn.Module):

@@ -3,7 +3,7 @@
 A layer may fuse several linears of the checkpoint (q|k|v, gate|up), and may carry LoRA pages for them.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
 import torch
@@ -109,7 +109,7 @@ Parts = Shard | tuple[Shard, ...]
 
 
 def column_linear(
-    in_features: int, outputs: dict[str, tuple[int, Parts]], bias: bool, parallel: Parallel, is_conv1d: bool = False
+    in_features: int, outputs: Mapping[str, tuple[int, Parts]], bias: bool, parallel: Parallel, is_conv1d: bool = False
 ) -> Linear:
     """Fused linears over the same input: name -> (whole output size, this rank's part or parts)."""
     whole = Shard(0, in_features)

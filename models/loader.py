@@ -7,7 +7,7 @@ import time
 from collections.abc import Iterator
 from contextlib import ExitStack
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol, runtime_checkable
 
 from safetensors import SafetensorError, safe_open
 from torch import nn
@@ -17,6 +17,13 @@ from loray.models.decoder import Decoder
 from loray.models.linear import Weight
 
 logger = logging.getLogger("loray.loader")
+
+
+@runtime_checkable
+class Packed(Protocol):
+    """A layer that has something to do once its weights are there."""
+
+    def pack(self) -> None: ...
 
 
 class WeightsError(Exception):
@@ -36,7 +43,7 @@ def load_weights(model: Decoder, folder: Path) -> int:
         for module, weights in tqdm(layers, desc="loading weights", unit="layer", file=sys.stderr, disable=not sys.stderr.isatty()):
             for name, weight in weights:
                 num_bytes += _read(folder, name, weight, tensors[name])
-            if hasattr(module, "pack"):
+            if isinstance(module, Packed):
                 module.pack()
     logger.info("loaded %d tensors, %.2f GB, in %.1f s", len(names), num_bytes / 1e9, time.perf_counter() - started)
     return num_bytes

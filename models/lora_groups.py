@@ -7,7 +7,7 @@ import numpy as np
 from numpy.typing import NDArray
 from torch import Tensor
 
-from loray.kernels.lora import LoraGroup, PoolView
+from loray.kernels.lora import LoraGroup, Padding, PoolView
 from loray.models.adapter import PAGE_RANK
 
 Run = tuple[int, int]  # first rank and end of consecutive ranks in the pool
@@ -96,7 +96,7 @@ def _group(draft: _Draft, upload: Callable[[NDArray[np.int64]], Tensor]) -> Lora
     counts = np.array(draft.counts, np.int64)
     tokens = slice(draft.first_token, draft.first_token + int(counts.sum()))
     if draft.is_regular and (counts == counts[0]).all():
-        return LoraGroup(tokens, view, None, None, None)
+        return LoraGroup(tokens, view, None)
     longest, last_chunks = counts.max(), chunks.cumsum()
     tokens_before, chunks_before = np.repeat(counts.cumsum() - counts, chunks), last_chunks - chunks
     steps = np.minimum(np.arange(longest), np.repeat(counts - 1, chunks)[:, None])  # padded with the adapter's own last token
@@ -105,4 +105,4 @@ def _group(draft: _Draft, upload: Callable[[NDArray[np.int64]], Tensor]) -> Lora
     first_parts = num_parts.cumsum() - num_parts
     chunk = np.arange(num_parts.sum()) - np.repeat(first_parts - np.repeat(chunks_before, counts), num_parts)
     parts = chunk * longest + np.repeat(step, num_parts)
-    return LoraGroup(tokens, view, upload((tokens_before[:, None] + steps).ravel()), upload(parts), upload(first_parts))
+    return LoraGroup(tokens, view, Padding(upload((tokens_before[:, None] + steps).ravel()), upload(parts), upload(first_parts)))

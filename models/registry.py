@@ -1,5 +1,7 @@
 """Which class serves an architecture."""
 
+from collections.abc import Callable
+
 from transformers import PretrainedConfig
 
 from loray.models.decoder import Decoder
@@ -7,8 +9,11 @@ from loray.models.gpt2 import GPT2LMHeadModel
 from loray.models.gpt_neox import GPTNeoXForCausalLM
 from loray.models.llama import LlamaForCausalLM
 from loray.models.opt import OPTForCausalLM
+from loray.models.parallel import Parallel
 
-ARCHITECTURES: dict[str, type[Decoder]] = {
+DecoderClass = Callable[[PretrainedConfig, Parallel, int], Decoder]  # config, parallel, max_total_tokens
+
+ARCHITECTURES: dict[str, DecoderClass] = {
     "LlamaForCausalLM": LlamaForCausalLM,
     "MistralForCausalLM": LlamaForCausalLM,
     "Qwen2ForCausalLM": LlamaForCausalLM,
@@ -25,7 +30,7 @@ ARCHITECTURES: dict[str, type[Decoder]] = {
 }
 
 
-def model_class(config: PretrainedConfig) -> type[Decoder]:
+def model_class(config: PretrainedConfig) -> DecoderClass:
     for name in config.architectures or []:
         if name in ARCHITECTURES:
             return ARCHITECTURES[name]
