@@ -24,6 +24,12 @@ class ModelArgs(Section):
     """The most tokens one request may have, prompt and output; cut to what the model was made for."""
     trust_remote_code: bool = False
     """Whether code that comes with a checkpoint may run."""
+    implementation: Literal["auto", "native", "transformers"] = "auto"
+    """native: loray's own, tensor-parallel; transformers: its AutoModelForCausalLM on one rank; auto: native where there is one."""
+    quantization: Literal["bitsandbytes-8bit"] | None = None
+    """Load the weights in 8 bits, with implementation transformers on a GPU; needs the extra `bnb`."""
+    pooling: Literal["mean", "last"] = "mean"
+    """How /embed and /v1/embeddings make one vector of a text's final hidden states."""
 
 
 class KVCacheArgs(Section):

@@ -63,6 +63,7 @@ class Runner:
             block_bytes=num_layers * self._block_size * 2 * num_kv_heads * head_dim * self._dtype.itemsize,
             page_bytes=self._lora.page_bytes,
             free_bytes=self._free_bytes(memory_fraction),
+            has_blocks=True,
             lora_shapes=self._lora.shapes,
         )
 

@@ -4,12 +4,13 @@ The driver keeps ids; each rank keeps, for every slot, the tokens, the block tab
 decode costs a few bytes on the wire, and a sampled token feeds the next step without leaving the device.
 """
 
-from typing import Annotated
+from typing import Annotated, Literal
 
 import msgspec
 from msgspec import Meta
 
 MAX_TOP_K = 2**31 - 1
+Pooling = Literal["", "mean", "last"]  # of the final hidden states into an embedding; "" = none, the sequence generates tokens
 
 
 class Sampling(msgspec.Struct, frozen=True, array_like=True):
@@ -30,6 +31,7 @@ class Admission(msgspec.Struct, frozen=True, array_like=True):
     num_computed: int  # tokens in those blocks
     page_ids: list[int]  # rank pages of its adapter, empty = base model
     sampling: Sampling
+    pooling: Pooling = ""
 
 
 class Row(msgspec.Struct, frozen=True, array_like=True):
@@ -38,7 +40,7 @@ class Row(msgspec.Struct, frozen=True, array_like=True):
     slot: int
     num_tokens: int
     new_block_ids: list[int]  # appended to the slot's block table before the step
-    samples: bool  # whether the last of these tokens yields a new one
+    samples: bool  # whether the last of these tokens yields a new one, or ends an embedding
 
 
 class AdapterLoad(msgspec.Struct, frozen=True, array_like=True):
@@ -59,12 +61,13 @@ class Step(msgspec.Struct, frozen=True, array_like=True):
 
 
 class StepResult(msgspec.Struct, frozen=True, array_like=True):
-    """The new tokens of a step, one for each row that samples, in the order of its rows."""
+    """The new tokens of a step, one for each row that samples and generates, in the order of its rows; embeddings likewise."""
 
     step_id: int
     token_ids: list[int]
     logprobs: list[float]  # log-probability under the model's own, unwarped distribution
     failed_loads: dict[int, str] = {}  # index in the step's loads -> reason; rows that use those pages are worthless
+    embeddings: list[list[float]] = []  # one for each row that samples and pools, in the order of the rows
 
 
 class LoadReport(msgspec.Struct, frozen=True):
@@ -78,4 +81,5 @@ class LoadReport(msgspec.Struct, frozen=True):
     block_bytes: int  # one KV block, all layers, this rank's heads
     page_bytes: int  # one rank page, all targets, this rank's shards
     free_bytes: int  # left on the GPU; 0 on a CPU
+    has_blocks: bool  # keys and values lie in blocks, so a cached prefix can be used again
     lora_shapes: dict[str, tuple[int, int]]  # module path -> (in_features, out_features) of the whole, unsharded layer
