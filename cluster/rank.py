@@ -30,6 +30,9 @@ class RankSpec(msgspec.Struct, frozen=True):
     max_total_tokens: int
     block_size: int
     memory_fraction: float
+    implementation: Literal["native", "transformers"] = "native"
+    trust_remote_code: bool = False
+    quantization: str | None = None
 
 
 class Rank:

@@ -9,7 +9,7 @@ from loray.cluster.placement import DRIVER_CPUS, INGRESS_CPUS, bundles
 from loray.deployments.config import ReplicaArgs, ServerArgs
 from loray.deployments.driver import Driver
 from loray.deployments.ingress import Ingress
-from loray.models.checkpoint import max_tensor_parallel, read_config, resolve_model
+from loray.deployments.model_check import check_model
 
 DRAIN_S = 120.0  # how long a replica that is replaced may finish what it has
 
@@ -17,10 +17,7 @@ DRAIN_S = 120.0  # how long a replica that is replaced may finish what it has
 def build(args: ServerArgs) -> serve.Application:
     """Refuses what can't work before anything is stopped or started, so an old version goes on serving."""
     args = settle(args)
-    config = read_config(resolve_model(args.model.id, args.model.revision))
-    limit = max_tensor_parallel(config)
-    if args.tensor_parallel_size > limit:
-        raise ValueError(f"tensor_parallel_size: {args.tensor_parallel_size} is more than this model allows ({limit} attention heads)")
+    check_model(args)
     max_requests = args.scheduler.max_running + args.scheduler.max_waiting
     driver = serve.deployment(Driver).options(
         ray_actor_options={"num_cpus": DRIVER_CPUS},

@@ -1,0 +1,23 @@
+"""Refuses a model that can't be served as asked, before anything is started or stopped."""
+
+from loray.deployments.config import ServerArgs
+from loray.models.architectures import Implementation, UnsupportedModel, choose
+from loray.models.checkpoint import max_tensor_parallel, read_config, resolve_model
+
+
+def check_model(args: ServerArgs, *, verify: bool = False) -> Implementation:
+    """How it will be served. Raises CheckpointError or ValueError, one line each."""
+    config = read_config(resolve_model(args.model.id, args.model.revision, verify=verify))
+    wanted = args.model.implementation
+    if args.model.quantization:
+        if wanted == "native" or args.device == "cpu":
+            raise ValueError(f"model.quantization: {args.model.quantization} needs a GPU, and implementation auto or transformers")
+        wanted = "transformers"
+    implementation = choose(config, wanted, args.model.trust_remote_code)
+    ranks = args.tensor_parallel_size
+    if implementation == "transformers" and ranks > 1:
+        names = ", ".join(config.get("architectures") or [])
+        raise UnsupportedModel(f"tensor_parallel_size: {names} is served through transformers, on one rank only")
+    if implementation == "native" and ranks > (heads := max_tensor_parallel(config)):
+        raise ValueError(f"tensor_parallel_size: {ranks} is more than this model allows: it has {heads} attention heads")
+    return implementation

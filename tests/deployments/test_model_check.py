@@ -1,0 +1,48 @@
+"""Models that can't be served as asked are refused before anything starts."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import save_file
+
+from loray.deployments.config import ServerArgs
+from loray.deployments.model_check import check_model
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    (tmp_path / "tokenizer.json").write_text("{}")
+    save_file({"weight": torch.zeros(1)}, tmp_path / "model.safetensors")
+    return tmp_path
+
+
+def args_for(folder: Path, config: dict[str, Any], ranks: int = 1, **model: Any) -> ServerArgs:
+    (folder / "config.json").write_text(json.dumps(config))
+    tree = {"model": {"id": str(folder), **model}, "device": "cpu", "tensor_parallel_size": ranks}
+    return ServerArgs.model_validate(tree)
+
+
+def test_a_model_is_served_natively_or_through_transformers(folder: Path) -> None:
+    llama = {"architectures": ["LlamaForCausalLM"], "num_attention_heads": 6}
+    assert check_model(args_for(folder, llama, ranks=6)) == "native"
+    assert check_model(args_for(folder, llama, implementation="transformers")) == "transformers"
+    assert check_model(args_for(folder, {"architectures": ["MptForCausalLM"]})) == "transformers"
+
+
+@pytest.mark.parametrize(
+    ("config", "settings", "words"),
+    [
+        ({"architectures": ["LlamaForCausalLM"], "num_attention_heads": 6}, {"ranks": 7}, "7 is more than this model allows: it has 6"),
+        ({"architectures": ["BloomForCausalLM"]}, {"ranks": 2}, "BloomForCausalLM is served through transformers, on one rank only"),
+        ({"architectures": ["BertForMaskedLM"]}, {}, "no causal language model with a key-value cache"),
+        ({"architectures": ["BloomForCausalLM"]}, {"implementation": "native"}, "native does not know BloomForCausalLM"),
+        ({"architectures": ["LlamaForCausalLM"]}, {"quantization": "bitsandbytes-8bit"}, "needs a GPU"),
+    ],
+)
+def test_a_refusal_says_why_in_one_line(folder: Path, config: dict[str, Any], settings: dict[str, Any], words: str) -> None:
+    with pytest.raises(ValueError, match=words) as refusal:
+        check_model(args_for(folder, config, **settings))
+    assert "\n" not in str(refusal.value)
