@@ -10,6 +10,7 @@ from loray.kernels.noise import gumbel_noise
 from loray.models.sampler import noise_keys
 from loray.models.step import Sampling
 from tests.models.conductor import Conductor, Request, prompt_of
+from tests.models.families import FAMILIES, save_family
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA GPU")]
 PAGES = {4: [9], 12: [7, 3], 64: [20, 21, 22, 10, 24, 25, 27, 26]}
@@ -53,3 +54,19 @@ def test_the_report_counts_free_memory(base: Path) -> None:
 def test_noise_is_the_same_on_both_devices() -> None:
     keys = torch.from_numpy(noise_keys(np.arange(9, dtype=np.uint64), np.arange(9)))
     torch.testing.assert_close(gumbel_noise(keys.cuda(), 5000).cpu(), gumbel_noise(keys, 5000), atol=1e-4, rtol=1e-5)
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_every_family_gives_the_tokens_of_the_cpu_in_float32(tmp_path: Path, name: str) -> None:
+    saved = save_family(FAMILIES[name], tmp_path)
+    pages = {"r4": [9], "r16": [7, 3]}
+    outputs = []
+    for device in ("cpu", "cuda"):
+        conductor = Conductor(saved.base, device=device)
+        for adapter, page_ids in pages.items():
+            conductor.load(saved.adapters[adapter], page_ids)
+        requests = [Request(prompt_of(5 + 7 * i, seed=i), page_ids) for i, page_ids in enumerate(([], [9], [7, 3], []))]
+        outputs.append(conductor.play(requests, chunk=6, stagger=1))
+    for expected, found in zip(*outputs, strict=True):
+        assert found.token_ids == expected.token_ids
+        assert found.logprobs == pytest.approx(expected.logprobs, abs=1e-3)
