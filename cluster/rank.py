@@ -7,7 +7,7 @@ import logging
 import os
 import socket
 from pathlib import Path
-from typing import Literal
+from typing import TYPE_CHECKING, Literal
 
 import msgspec
 import ray
@@ -15,6 +15,12 @@ import ray
 from loray.cluster.channel import Address, StepReceiver
 from loray.cluster.heartbeat import start_rank_heartbeat
 from loray.models.step import LoadReport
+
+if TYPE_CHECKING:  # imported when a rank loads: the driver, which makes ranks, has no use for torch
+    import torch
+
+    from loray.models.causal_lm import CausalLMRunner
+    from loray.models.runner import Runner
 
 logger = logging.getLogger("loray.rank")
 
@@ -55,17 +61,35 @@ class Rank:
     def load(self, master: tuple[str, int]) -> LoadReport:
         import torch
 
-        from loray.models.parallel import init_parallel
-        from loray.models.runner import Runner
-
         spec = self._spec
         if spec.device == "cpu":
             torch.set_num_threads(max(1, (os.cpu_count() or 1) // spec.world_size))
         device = torch.device("cuda", 0) if spec.device == "cuda" else torch.device("cpu")
+        self._runner = self._native_runner(master, device) if spec.implementation == "native" else self._hosted_runner(device)
+        return self._runner.report(spec.memory_fraction)
+
+    def _native_runner(self, master: tuple[str, int], device: "torch.device") -> "Runner":
+        import torch
+
+        from loray.models.parallel import init_parallel
+        from loray.models.runner import Runner
+
+        spec = self._spec
         parallel = init_parallel(self._rank, spec.world_size, master[0], master[1], device)
         dtype = getattr(torch, spec.dtype)
-        self._runner = Runner(Path(spec.model_path), parallel, device, dtype, spec.max_running, spec.max_total_tokens, spec.block_size)
-        return self._runner.report(spec.memory_fraction)
+        return Runner(Path(spec.model_path), parallel, device, dtype, spec.max_running, spec.max_total_tokens, spec.block_size)
+
+    def _hosted_runner(self, device: "torch.device") -> "CausalLMRunner":
+        import torch
+
+        from loray.models.causal_lm import CausalLMRunner
+        from loray.models.hosted_model import HostedOptions
+
+        spec = self._spec
+        assert spec.world_size == 1, "a model that transformers runs has one rank"
+        options = HostedOptions(spec.trust_remote_code, spec.quantization)
+        dtype = getattr(torch, spec.dtype)
+        return CausalLMRunner(Path(spec.model_path), device, dtype, spec.max_running, spec.max_total_tokens, spec.block_size, options)
 
     def allocate(self, num_blocks: int, num_pages: int) -> None:
         self._runner.allocate(num_blocks, num_pages)

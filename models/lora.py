@@ -10,13 +10,15 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
 
 from loray.kernels.lora import LoraPages
-from loray.models.adapter import PAGE_RANK, WEIGHTS_FILE, AdapterError, AdapterModule, read_adapter
+from loray.models.adapter import PAGE_RANK, WEIGHTS_FILE, AdapterError, AdapterModule, read_adapter, signature
+from loray.models.hosted_linear import HostedLinear
 from loray.models.linear import Linear, Projection
+from loray.models.step import AdapterLoad
 
 
 class LoraPool:
     def __init__(self, model: nn.Module) -> None:
-        self._linears = {path: module for path, module in model.named_modules() if isinstance(module, Linear)}
+        self._linears = {path: module for path, module in model.named_modules() if isinstance(module, Linear | HostedLinear)}
         self.num_pages = 0
 
     @property
@@ -40,6 +42,18 @@ class LoraPool:
             a = linear.weight.new_empty(len(linear.projections), num_pages * PAGE_RANK, linear.in_size)
             b = linear.weight.new_empty(num_pages * PAGE_RANK, linear.out_size)
             linear.lora = LoraPages(a, b, linear.widths)
+
+    def load_all(self, loads: list[AdapterLoad]) -> dict[int, str]:
+        """Index in loads -> why it failed, for those that did."""
+        reasons: dict[int, str] = {}
+        for index, load in enumerate(loads):
+            try:
+                _check_signature(load)
+                self.load(Path(load.path), load.page_ids)
+                _check_signature(load)
+            except AdapterError as error:
+                reasons[index] = str(error)
+        return reasons
 
     def load(self, folder: Path, page_ids: list[int]) -> None:
         """Fill these pages, all of them; when the adapter cannot be read, they are zero."""
@@ -65,12 +79,17 @@ class LoraPool:
             linear.lora.b.index_fill_(0, ranks, 0)
 
     @staticmethod
-    def _fill(linear: Linear, index: int, matrices: tuple[Tensor, Tensor], page_ids: list[int]) -> None:
+    def _fill(linear: Linear | HostedLinear, index: int, matrices: tuple[Tensor, Tensor], page_ids: list[int]) -> None:
         assert linear.lora is not None
         a, b = (matrix.to(linear.weight.device, linear.weight.dtype) for matrix in matrices)
         ranks = _pool_ranks(page_ids)[: len(a)].to(linear.weight.device)
         linear.lora.a[index].index_copy_(0, ranks, a)
         linear.lora.b.split(linear.widths, 1)[index].index_copy_(0, ranks, b)
+
+
+def _check_signature(load: AdapterLoad) -> None:
+    if load.signature and load.signature != signature(Path(load.path)):
+        raise AdapterError(f"adapter {Path(load.path).name!r}: its files changed after they were checked")
 
 
 def _pool_ranks(page_ids: list[int]) -> Tensor:

@@ -1,0 +1,196 @@
+"""Runs one rank whose model transformers computes, on padded batches: applies each step of the driver and answers with the new tokens.
+
+Block ids are the driver's accounting here: keys and values lie in padded batches, so a cached prefix cannot be used again.
+"""
+
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from loray.models.hosted_model import HostedModel, HostedOptions
+from loray.models.lora import LoraPool
+from loray.models.lora_groups import lora_groups, sort_key
+from loray.models.padded_batch import PaddedBatch
+from loray.models.sampler import sample
+from loray.models.slots import Slots
+from loray.models.step import Admission, LoadReport, Pooling, Row, Step, StepResult
+
+Ints = NDArray[np.int64]
+Compute = Callable[[list[int], Tensor, Tensor, PaddedBatch | None], tuple[Tensor, PaddedBatch]]  # a forward of HostedModel
+
+
+class CausalLMRunner:
+    """The same steps as Runner, for any AutoModelForCausalLM. One owner of the weights, the padded batches and the rank pages."""
+
+    def __init__(
+        self,
+        model_path: Path,
+        device: torch.device,
+        dtype: torch.dtype,
+        max_running: int,
+        max_total_tokens: int,
+        block_size: int = 16,
+        options: HostedOptions | None = None,
+    ) -> None:
+        started = time.perf_counter()
+        self._hosted = HostedModel(model_path, device, dtype, options or HostedOptions())
+        self._load_seconds = time.perf_counter() - started
+        self._device, self._dtype, self._block_size = device, dtype, block_size
+        self._lora = LoraPool(self._hosted.model)
+        self._slots = Slots.empty(max_running, max_blocks=0)
+        self._pooling: list[Pooling] = [""] * max_running
+        self._hidden_sums: dict[int, Tensor] = {}  # slot -> [hidden_size] float32, of the tokens computed so far
+        # One column more: a row that runs one step beyond its end samples a token nobody reads.
+        self._tokens = torch.zeros(max_running, max_total_tokens + 1, dtype=torch.int32, device=device)
+        self._batches: list[PaddedBatch] = []  # each slot that has computed tokens is a row of exactly one
+        self._block_users: dict[int, tuple[int, int]] = {}  # block id -> the slot it was last given to, and its admission
+        self._num_admissions = [0] * max_running
+
+    def report(self, memory_fraction: float) -> LoadReport:
+        return LoadReport(
+            device=torch.cuda.get_device_name(self._device) if self._device.type == "cuda" else "cpu",
+            dtype=str(self._dtype).removeprefix("torch."),
+            attention=f"transformers {self._hosted.attention}",
+            weight_bytes=self._hosted.model.get_memory_footprint(),
+            load_seconds=self._load_seconds,
+            block_bytes=self._hosted.token_bytes * self._block_size,
+            page_bytes=self._lora.page_bytes,
+            free_bytes=self._free_bytes(memory_fraction),
+            has_blocks=False,
+            lora_shapes=self._lora.shapes,
+        )
+
+    @torch.inference_mode()
+    def allocate(self, num_blocks: int, num_pages: int) -> None:
+        """Padded batches grow as they need, within what the driver's blocks stand for, padding aside."""
+        self._lora.allocate(num_pages)
+
+    @torch.inference_mode()
+    def execute(self, step: Step) -> StepResult:
+        failed_loads = self._lora.load_all(step.loads)
+        for admission in step.admissions:
+            self._admit(admission)
+        self._drop(self._without_blocks(step.rows))
+        sampled: list[tuple[int, Tensor]] = []  # slot and its logits [vocab_size]
+        embeddings: dict[int, list[float]] = {}  # by slot
+        for group in self._groups(step.rows):
+            if self._pooling[group[0].slot]:
+                embeddings.update(self._embed(group))
+            else:
+                logits = self._forward(group, self._hosted.logits)[0]
+                sampled += [(row.slot, logits[i]) for i, row in enumerate(group) if row.samples]
+        tokens = self._sample(sampled) if sampled else {}
+        slots = [row.slot for row in step.rows if row.samples]
+        return StepResult(
+            step.step_id,
+            [tokens[slot][0] for slot in slots if slot in tokens],
+            [tokens[slot][1] for slot in slots if slot in tokens],
+            failed_loads,
+            [embeddings[slot] for slot in slots if slot in embeddings],
+        )
+
+    def _admit(self, admission: Admission) -> None:
+        assert admission.num_computed == 0, "a prefix is cached in blocks, and this rank has none"
+        slot = admission.slot
+        self._drop({slot})
+        self._slots.admit(admission)
+        self._pooling[slot] = admission.pooling
+        self._num_admissions[slot] += 1
+        token_ids = torch.tensor(admission.token_ids, dtype=torch.int32)
+        self._tokens[slot, : len(token_ids)] = token_ids.to(self._device, non_blocking=True)
+
+    def _without_blocks(self, rows: list[Row]) -> set[int]:
+        """Slots whose blocks the driver has now given to another: it will not come back to them, though it never says so."""
+        dead = set()
+        for row in rows:
+            for block in row.new_block_ids:
+                slot, admission = self._block_users.get(block, (row.slot, 0))
+                if slot != row.slot and admission == self._num_admissions[slot]:
+                    dead.add(slot)
+                self._block_users[block] = (row.slot, self._num_admissions[row.slot])
+        return dead
+
+    def _drop(self, slots: set[int]) -> None:
+        """Forget what these slots have computed."""
+        self._leave(slots)
+        for slot in slots:
+            self._hidden_sums.pop(slot, None)
+
+    def _leave(self, slots: set[int]) -> None:
+        rows = [[i for i, slot in enumerate(batch.slots) if slot not in slots] for batch in self._batches]
+        self._batches = [batch.filter(keep) for batch, keep in zip(self._batches, rows, strict=True) if keep]
+
+    def _take(self, slots: list[int]) -> PaddedBatch:
+        """One batch of these slots, in this order; they leave those in which they were."""
+        rows = [[i for i, slot in enumerate(batch.slots) if slot in slots] for batch in self._batches]
+        taken = PaddedBatch.concatenate([batch.filter(keep) for batch, keep in zip(self._batches, rows, strict=True) if keep])
+        self._leave(set(slots))
+        return taken.filter([taken.slots.index(slot) for slot in slots])
+
+    def _groups(self, rows: list[Row]) -> list[list[Row]]:
+        """Rows of one padded forward. A row's tokens must be neighbours in it, so rows with a past need equally many new ones; first
+        chunks share a forward when about as long. Within a group ordered by adapter."""
+        groups: dict[tuple[bool, bool, int], list[Row]] = {}
+        for row in rows:
+            is_first = not self._slots.num_computed[row.slot]
+            size = (row.num_tokens - 1).bit_length() if is_first else row.num_tokens
+            groups.setdefault((self._pooling[row.slot] != "", is_first, size), []).append(row)
+        return [sorted(group, key=lambda row: (sort_key(self._slots.runs[row.slot]), row.slot)) for group in groups.values()]
+
+    def _forward(self, group: list[Row], compute: Compute) -> tuple[Tensor, Tensor]:
+        """What compute answers for the group's next tokens, and which of its columns are tokens: [rows, columns] bool, on the host."""
+        slots, num_tokens = [row.slot for row in group], np.array([row.num_tokens for row in group])
+        starts, length = self._slots.num_computed[slots], int(num_tokens.max())
+        past = self._take(slots) if starts[0] else None
+        assert past is None or past.num_tokens == starts.tolist(), "a row goes on where its slot was left"
+        places = np.arange(length) - (
+            length - num_tokens[:, None]
+        )  # [rows, length] of the new tokens among their row's, negative = padding
+        is_real = torch.from_numpy(places >= 0)
+        places = np.maximum(places, 0) + (np.array(slots) * self._tokens.shape[1] + starts)[:, None]
+        input_ids = self._tokens.view(-1)[self._upload(places)].long().masked_fill_(~is_real.to(self._device), self._hosted.pad_id)
+        runs = [self._slots.runs[slot] for slot in slots]
+        self._hosted.rows.num_tokens = input_ids.numel()
+        self._hosted.rows.lora_groups = tuple(lora_groups(runs, [length] * len(group), self._upload))
+        output, batch = compute(slots, input_ids, is_real, past)
+        self._batches.append(batch)
+        self._slots.num_computed[slots] += num_tokens
+        return output, is_real
+
+    def _sample(self, sampled: list[tuple[int, Tensor]]) -> dict[int, tuple[int, float]]:
+        """Slot -> its new token and the token's log-probability. The token becomes the slot's next."""
+        slots = np.array([slot for slot, _ in sampled])
+        positions = self._slots.num_computed[slots]
+        token_ids, logprobs = sample(torch.stack([logits for _, logits in sampled]), self._slots.sampling(slots, positions))
+        places = self._upload(slots * self._tokens.shape[1] + positions)
+        self._tokens.view(-1).index_copy_(0, places, token_ids.int())
+        return dict(zip(slots.tolist(), zip(token_ids.tolist(), logprobs.tolist(), strict=True), strict=True))
+
+    def _embed(self, group: list[Row]) -> dict[int, list[float]]:
+        """Slot -> embedding, of the rows that end one."""
+        hidden, is_real = self._forward(group, self._hosted.hidden)
+        sums = hidden.float().masked_fill(~is_real[:, :, None].to(self._device), 0).sum(1)  # [rows, hidden_size]
+        embeddings = {}
+        for i, row in enumerate(group):
+            if self._pooling[row.slot] == "mean":
+                self._hidden_sums[row.slot] = sums[i] + self._hidden_sums.pop(row.slot, 0)
+            if row.samples:
+                is_mean = self._pooling[row.slot] == "mean"
+                pooled = self._hidden_sums.pop(row.slot) / self._slots.num_computed[row.slot] if is_mean else hidden[i, -1].float()
+                embeddings[row.slot] = pooled.tolist()
+        return embeddings
+
+    def _free_bytes(self, memory_fraction: float) -> int:
+        """What may still be taken on the GPU so that memory_fraction of it is in use; the rest is for activations."""
+        if self._device.type != "cuda":
+            return 0
+        free, total = torch.cuda.mem_get_info(self._device)
+        return max(0, int(total * memory_fraction) - (total - free))
+
+    def _upload(self, values: Ints) -> Tensor:
+        return torch.from_numpy(np.ascontiguousarray(values)).to(self._device, non_blocking=True)

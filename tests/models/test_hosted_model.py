@@ -1,0 +1,191 @@
+"""Loading a model that transformers runs: its padding token, code of its own, older caches, and what is refused."""
+
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from transformers import AutoConfig, PretrainedConfig, PreTrainedTokenizerBase, dynamic_module_utils
+
+from loray.models.causal_lm import CausalLMRunner
+from loray.models.hosted_model import HostedModel, HostedOptions, pad_token_id
+from loray.models.loader import WeightsError
+from tests.models.conductor import BLOCK_SIZE, Conductor, Request, prompt_of
+from tests.models.families import random_model
+from tests.models.tiny_llama import oracle_generate
+from tests.models.transposed_model import TransposedConfig, TransposedForCausalLM
+from tests.tiny_tokenizer import tiny_tokenizer
+
+CPU = torch.device("cpu")
+TRUSTED = HostedOptions(trust_remote_code=True)
+
+
+def load(folder: Path, options: HostedOptions | None = None) -> HostedModel:
+    return HostedModel(folder, CPU, torch.float32, options or HostedOptions())
+
+
+def save(folder: Path, model_type: str, **settings: Any) -> Path:
+    random_model(AutoConfig.for_model(model_type, **settings)).save_pretrained(folder)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def bloom(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return save(tmp_path_factory.mktemp("bloom"), "bloom", vocab_size=101, hidden_size=40, n_layer=1, n_head=5)
+
+
+@pytest.fixture
+def transposed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A checkpoint that brings its own code."""
+    monkeypatch.setattr(dynamic_module_utils, "HF_MODULES_CACHE", str(tmp_path / "modules"))
+    torch.manual_seed(0)
+    model = TransposedForCausalLM(TransposedConfig())
+    for parameter in model.parameters():
+        torch.nn.init.normal_(parameter, std=0.4)
+    model.save_pretrained(folder := tmp_path / "transposed")
+    shutil.copy(Path(__file__).with_name("transposed_model.py"), folder / "modeling_transposed.py")
+    config = json.loads((folder / "config.json").read_text())
+    names = {"AutoConfig": "TransposedConfig", "AutoModelForCausalLM": "TransposedForCausalLM"}
+    config["auto_map"] = {auto: f"modeling_transposed.{name}" for auto, name in names.items()}
+    (folder / "config.json").write_text(json.dumps(config))
+    return folder
+
+
+class TrustingConductor(Conductor):
+    def __init__(self, folder: Path) -> None:
+        self.runner = CausalLMRunner(folder, CPU, torch.float32, 16, 100, BLOCK_SIZE, TRUSTED)
+        self.max_blocks = -(-101 // BLOCK_SIZE)
+        self.runner.allocate(0, 1)
+        self.step_id = 0
+
+
+@pytest.mark.parametrize(("chunk", "stagger"), [(10_000, 0), (3, 0), (5, 2)])
+def test_a_model_with_code_of_its_own_and_transposed_keys_gives_the_tokens_each_request_gets_alone(
+    transposed: Path, chunk: int, stagger: int
+) -> None:
+    oracle = TransposedForCausalLM.from_pretrained(transposed).eval()
+    requests = [Request(prompt_of(length, length)) for length in (5, 1, 12, 12, 19)]
+    outputs = TrustingConductor(transposed).play(requests, chunk, stagger)
+    assert [output.token_ids for output in outputs] == [oracle_generate(oracle, request.prompt)[0] for request in requests]
+
+
+def test_the_keys_of_such_a_model_are_known_to_be_transposed(transposed: Path) -> None:
+    ids = torch.zeros(2, 5, dtype=torch.long)
+    with torch.inference_mode():
+        batch = load(transposed, TRUSTED).logits([0, 1], ids, torch.ones(2, 5, dtype=torch.bool), None)[1]
+    assert batch.is_transposed
+    assert [part.shape for part in batch.layers[0]] == [(6, 8, 5), (6, 5, 8)]
+
+
+def test_code_that_comes_with_a_checkpoint_does_not_run_unless_trusted(transposed: Path) -> None:
+    with pytest.raises(ValueError, match="trust_remote_code"):
+        load(transposed)
+
+
+class Config(PretrainedConfig):
+    def __init__(self, pad_token_id: int | None = None, eos_token_id: int | list[int] | None = None) -> None:
+        super().__init__()
+        self.pad_token_id, self.eos_token_id = pad_token_id, eos_token_id
+
+
+def tokenizer(pad: str | None, eos: str | None) -> PreTrainedTokenizerBase:
+    made = tiny_tokenizer()
+    made.pad_token, made.eos_token = pad, eos
+    return made
+
+
+START, END = 1, 2  # ids of <|im_start|> and <|im_end|>
+
+
+@pytest.mark.parametrize(
+    ("pad", "eos", "config", "wanted"),
+    [
+        ("<|im_start|>", "<|im_end|>", Config(11, 12), START),
+        (None, "<|im_end|>", Config(11, 12), 11),
+        (None, "<|im_end|>", Config(None, 12), 12),
+        (None, "<|im_end|>", Config(None, [13, 12]), 13),
+        (None, "<|im_end|>", Config(), END),
+        (None, "<|im_end|>", Config(-1, 5_000), END),
+        (None, None, Config(0, 12), 0),
+    ],
+    ids=["tokenizer-pad", "config-pad", "config-eos", "first-config-eos", "tokenizer-eos", "ids-without-embedding", "zero-is-an-id"],
+)
+def test_the_padding_token_is_the_first_that_is_named(pad: str | None, eos: str | None, config: Config, wanted: int) -> None:
+    assert pad_token_id(tokenizer(pad, eos), config, 400) == wanted
+
+
+def test_without_any_named_token_a_padding_token_is_added() -> None:
+    bare = tokenizer(None, None)
+    assert pad_token_id(bare, Config(), 400) == bare.convert_tokens_to_ids("[PAD]") == len(bare) - 1
+
+
+def test_an_added_padding_token_that_has_no_embedding_is_token_0() -> None:
+    bare = tokenizer(None, None)
+    assert pad_token_id(bare, Config(), len(bare)) == 0
+
+
+def test_without_a_tokenizer_the_config_names_the_padding_token() -> None:
+    assert pad_token_id(None, Config(None, 12), 400) == 12
+    assert pad_token_id(None, Config(), 400) == 0
+
+
+def test_the_model_takes_the_tokenizer_in_its_folder(bloom: Path, tmp_path: Path) -> None:
+    shutil.copytree(bloom, folder := tmp_path / "with-tokenizer")
+    tokenizer("<|im_start|>", "<|im_end|>").save_pretrained(folder)
+    assert load(folder).pad_id == START
+    assert load(bloom).pad_id == AutoConfig.from_pretrained(bloom).eos_token_id != START
+
+
+def test_8_bit_weights_need_a_gpu(bloom: Path) -> None:
+    with pytest.raises(ValueError, match="needs a GPU, and this rank runs on cpu"):
+        load(bloom, HostedOptions(quantization="bitsandbytes-8bit"))
+
+
+def test_8_bit_weights_need_bitsandbytes(bloom: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    with pytest.raises(ValueError, match="needs the package bitsandbytes: install loray with the extra `bnb`"):
+        HostedModel(bloom, torch.device("cuda"), torch.float16, HostedOptions(quantization="bitsandbytes-8bit"))
+
+
+def test_an_unknown_quantization_is_refused(bloom: Path) -> None:
+    with pytest.raises(ValueError, match="'int3' is unknown"):
+        load(bloom, HostedOptions(quantization="int3"))
+
+
+def test_missing_and_unexpected_tensors_are_named(bloom: Path, tmp_path: Path) -> None:
+    shutil.copytree(bloom, folder := tmp_path / "broken")
+    tensors = load_file(bloom / "model.safetensors")
+    gone = next(name for name in tensors if name.endswith("dense.weight"))
+    save_file({name: tensor for name, tensor in tensors.items() if name != gone}, folder / "model.safetensors", {"format": "pt"})
+    with pytest.raises(WeightsError, match=rf"broken: missing tensors: \S*{gone.rpartition('h.0.')[2]}"):
+        load(folder)
+    save_file({**tensors, "stray.weight": torch.zeros(3)}, folder / "model.safetensors", {"format": "pt"})
+    with pytest.raises(WeightsError, match="broken: unexpected tensors: stray.weight"):
+        load(folder)
+
+
+def test_models_that_keep_more_than_keys_and_values_are_refused(tmp_path: Path) -> None:
+    sizes = {"vocab_size": 101, "hidden_size": 32, "num_hidden_layers": 2}
+    with pytest.raises(ValueError, match="MambaForCausalLM does not keep the keys and values of each token: cannot be served"):
+        load(save(tmp_path / "mamba", "mamba", **sizes))
+    hybrid = {
+        **sizes,
+        "intermediate_size": 64,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "layer_types": ["conv", "full_attention"],
+    }
+    with pytest.raises(ValueError, match="Lfm2ForCausalLM keeps DynamicLayer, LinearAttentionLayer, not just the keys and values"):
+        load(save(tmp_path / "lfm2", "lfm2", **hybrid))
+
+
+def test_linears_that_do_not_see_every_token_carry_no_lora(tmp_path: Path) -> None:
+    """This BLOOM multiplies slices of `dense` itself, so what the linear would add is never asked for."""
+    sizes = {"vocab_size": 101, "hidden_size": 40, "n_layer": 1, "n_head": 5, "pretraining_tp": 2, "slow_but_exact": True}
+    folder = save(tmp_path / "sliced", "bloom", **sizes)
+    runner = CausalLMRunner(folder, CPU, torch.float32, 4, 100)
+    paths = set(runner.report(0.5).lora_shapes)
+    assert paths == {"transformer.h.0.self_attention.query_key_value", "transformer.h.0.mlp.dense_h_to_4h"}
