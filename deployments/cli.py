@@ -47,7 +47,7 @@ def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="loray", description="LoRA on Ray: one base model and thousands of LoRA adapters.")
     parser.add_argument("--version", action="version", version=f"loray {version('loray')}")
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
-    model_help = f"a bundled name ({', '.join(BUNDLED)}), a folder in Hugging Face format, or a Hugging Face id"
+    model_help = f"a bundled name ({', '.join(BUNDLED)}), a folder in Hugging Face format, a GGUF file, or a Hugging Face id"
 
     serve = commands.add_parser(
         "serve",

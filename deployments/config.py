@@ -15,7 +15,7 @@ class Section(BaseModel):
 
 class ModelArgs(Section):
     id: str = "smollm2-135m"
-    """A bundled name, a folder in Hugging Face format, or a Hugging Face id."""
+    """A bundled name, a folder in Hugging Face format, a GGUF file, or a Hugging Face id."""
     revision: str | None = None
     """Branch, tag or commit of a Hugging Face id."""
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"

@@ -88,7 +88,7 @@ def _override(args: dict[str, Any], overrides: Overrides, folder: Path) -> dict[
     if overrides.model is not None:  # the file's revision belongs to the file's model
         model = {**(model if isinstance(model, dict) else {}), "id": overrides.model, "revision": None}
         folder = Path.cwd()
-    if isinstance(model, dict) and isinstance(model.get("id"), str) and (folder / model["id"]).is_dir():
+    if isinstance(model, dict) and isinstance(model.get("id"), str) and (folder / model["id"]).exists():
         model = {**model, "id": str((folder / model["id"]).resolve())}  # replicas run in other folders
     return args if model is None else {**args, "model": model}
 

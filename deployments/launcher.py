@@ -25,7 +25,8 @@ from ray import serve
 from loray.cluster.placement import total_cpus
 from loray.deployments.config import ServerArgs
 from loray.deployments.launch_plan import LaunchError, Overrides, Plan, make_plan
-from loray.models.checkpoint import CheckpointError, max_tensor_parallel, read_config, resolve_model
+from loray.deployments.model_check import check_model
+from loray.models.checkpoint import CheckpointError
 
 OBJECT_STORE_BYTES = 128 << 20  # tokens and tensors never pass through Ray's object store
 POLL_S = 0.25
@@ -73,12 +74,10 @@ def _check_port(host: str, port: int) -> None:
 
 
 def _check_model(args: ServerArgs) -> None:
-    config = read_config(resolve_model(args.model.id, args.model.revision, verify=True))
-    limit = max_tensor_parallel(config)
-    if args.tensor_parallel_size > limit:
-        raise LaunchError(
-            f"tensor_parallel_size: {args.tensor_parallel_size} is more than this model allows: it has {limit} attention heads"
-        )
+    try:
+        check_model(args, verify=True)
+    except ValueError as error:
+        raise LaunchError(str(error)) from error
 
 
 # --- running it

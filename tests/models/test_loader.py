@@ -1,6 +1,5 @@
 """The loader reads what the model needs, no more and no less, and says what does not fit."""
 
-import json
 import logging
 from collections.abc import Callable
 from pathlib import Path
@@ -10,6 +9,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers import LlamaForCausalLM
 
+from loray.models import loader
 from loray.models.loader import WeightsError
 from tests.models.conductor import Conductor, prompt_of
 from tests.models.tiny_llama import oracle, oracle_generate, save_llama
@@ -70,12 +70,26 @@ def test_a_broken_or_absent_file_is_named(tmp_path: Path) -> None:
         Conductor(folder)
 
 
-def test_an_unknown_architecture_is_told_what_can_be_served(tmp_path: Path) -> None:
+def test_of_many_names_that_do_not_fit_the_first_are_named_and_the_rest_counted(tmp_path: Path) -> None:
     folder = save_llama(tmp_path)
-    config = json.loads((folder / "config.json").read_text())
-    (folder / "config.json").write_text(json.dumps({**config, "architectures": ["MambaForCausalLM"]}))
-    with pytest.raises(ValueError, match=r"MambaForCausalLM.*LlamaForCausalLM"):
+    rewrite(folder, lambda tensors: {f"other.{name}": tensor for name, tensor in tensors.items()})
+    num_tensors = len(load_file(folder / "model.safetensors"))
+    with pytest.raises(WeightsError) as caught:
         Conductor(folder)
+    missing, unexpected = str(caught.value).split("; ")
+    assert missing.endswith(f" and {num_tensors - 8} more")
+    assert unexpected.endswith(f" and {num_tensors - 8} more")
+    assert unexpected.count("other.") == 8
+
+
+@pytest.mark.parametrize(("seconds", "has_lines"), [(0.0, True), (60.0, False)])
+def test_a_long_load_without_a_terminal_reports_in_the_log(
+    base: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, seconds: float, has_lines: bool
+) -> None:
+    monkeypatch.setattr(loader, "REPORT_S", seconds)
+    with caplog.at_level(logging.INFO, "loray.loader"):
+        Conductor(base)
+    assert ("loading weights: 3 of 15 layers" in caplog.text) == has_lines
 
 
 def test_loading_logs_bytes_and_seconds(base: Path, caplog: pytest.LogCaptureFixture) -> None:
