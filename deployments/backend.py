@@ -10,6 +10,7 @@ class Backend(Protocol):
     def generate(self, request: GenerationRequest) -> AsyncGenerator[TokenEvent, None]:
         """Yields the accepted event, then tokens; the event with the last token carries the finish_reason. Raises a LorayError.
 
+        A request that pools yields no tokens but one event with its embedding, which is the last.
         Closing or cancelling the generator aborts the request, unless its last event was out: then there is nothing to abort."""
         ...
 

@@ -18,10 +18,13 @@ def chain_hash(previous: BlockHash, token_ids: List[int]) -> BlockHash:
 
 
 class BlockPool:
-    def __init__(self, num_blocks: int, block_size: int) -> None:
+    """With `has_cache` off no block is ever found again; for ranks that only count blocks and keep nothing in them."""
+
+    def __init__(self, num_blocks: int, block_size: int, has_cache: bool = True) -> None:
         assert num_blocks > 0, "a pool has at least one block"
         self.num_blocks = num_blocks
         self.block_size = block_size
+        self._has_cache = has_cache
         self._references = [0] * num_blocks
         self._hash_of: dict[int, BlockHash] = {}
         self._block_of: dict[BlockHash, int] = {}
@@ -78,7 +81,7 @@ class BlockPool:
     def publish(self, block_id: int, block_hash: BlockHash) -> None:
         """This held block is full; whoever needs the same tokens may share it. The first of two equal blocks is kept."""
         assert self._references[block_id] > 0, "only a held block is published"
-        if block_hash not in self._block_of:
+        if self._has_cache and block_hash not in self._block_of:
             self._forget(block_id)
             self._block_of[block_hash] = block_id
             self._hash_of[block_id] = block_hash

@@ -23,10 +23,11 @@ from loray.deployments.block_pool import BlockPool
 from loray.deployments.config import BLOCK_SIZE, ServerArgs
 from loray.deployments.engine import Engine
 from loray.deployments.errors import LorayError
+from loray.deployments.model_check import check_model
 from loray.deployments.pools import size_pools
 from loray.deployments.request import GenerationRequest
 from loray.deployments.scheduler import Scheduler
-from loray.models.checkpoint import eos_token_ids, read_config, resolve_model
+from loray.models.checkpoint import eos_token_ids, model_limits, read_config, resolve_model
 
 logger = logging.getLogger("ray.serve.loray")
 
@@ -52,9 +53,8 @@ class Driver:
         reports = self._group.load()
         num_blocks, num_pages = size_pools(args, reports)
         self._group.start(num_blocks, num_pages)
-        scheduler = Scheduler(
-            BlockPool(num_blocks, BLOCK_SIZE), AdapterTable(num_pages), args.scheduler.max_batch_tokens, args.scheduler.max_running
-        )
+        blocks = BlockPool(num_blocks, BLOCK_SIZE, has_cache=reports[0].has_blocks)
+        scheduler = Scheduler(blocks, AdapterTable(num_pages), args.scheduler.max_batch_tokens, args.scheduler.max_running)
         self._files = AdapterFiles(args.adapters.local_roots, reports[0].lora_shapes)
         steps = self._group.steps
         self._engine = Engine(scheduler, steps, steps.waker.wake, eos_token_ids(folder), args.scheduler.max_waiting)
@@ -64,11 +64,12 @@ class Driver:
             "model_device_type": args.device,
             "device_name": reports[0].device,
             "attention": reports[0].attention,
+            "implementation": spec.implementation,
             "tensor_parallel_size": args.tensor_parallel_size,
             "kv_blocks": num_blocks,
             "adapter_pages": num_pages,
             "max_total_tokens": spec.max_total_tokens,
-            "vocab_size": read_config(folder)["vocab_size"],
+            "vocab_size": model_limits(read_config(folder)).vocab_size,
         }
         logger.info("ready in %.1f s: %s", time.monotonic() - started, self._info)
 
@@ -133,14 +134,17 @@ class Driver:
 
 
 def rank_spec(args: ServerArgs, folder: Path) -> RankSpec:
-    config = read_config(folder)
+    limits = model_limits(read_config(folder))
     return RankSpec(
         model_path=str(folder),
         device="cuda" if args.device == "cuda" else "cpu",
         dtype=args.model.dtype if args.model.dtype != "auto" else ("bfloat16" if args.device == "cuda" else "float32"),
         world_size=args.tensor_parallel_size,
         max_running=args.scheduler.max_running,
-        max_total_tokens=min(args.model.max_total_tokens, config.get("max_position_embeddings", args.model.max_total_tokens)),
+        max_total_tokens=min(args.model.max_total_tokens, limits.max_position_embeddings or args.model.max_total_tokens),
         block_size=BLOCK_SIZE,
         memory_fraction=args.kv_cache.memory_fraction,
+        implementation=check_model(args),
+        trust_remote_code=args.model.trust_remote_code,
+        quantization=args.model.quantization,
     )

@@ -43,14 +43,15 @@ class DriverClient:
         is_accepted = False
         losses = 0
         while True:
-            attempt = msgspec.structs.replace(request, request_id=f"{request.request_id}.{losses}.{len(output_ids)}", output_ids=output_ids)
+            request_id = f"{request.request_id}.{losses}.{len(output_ids)}"
+            attempt = msgspec.structs.replace(request, request_id=request_id, output_ids=list(output_ids))
             try:
                 async with aclosing(self._attempt(attempt)) as events:
                     async for event in events:
                         if event.token_ids:
-                            output_ids = output_ids + event.token_ids
+                            output_ids += event.token_ids
                             losses = 0
-                        if event.token_ids or not is_accepted:
+                        if event.token_ids or event.embedding or not is_accepted:
                             is_accepted = True
                             yield event
                 return

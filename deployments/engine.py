@@ -47,6 +47,7 @@ class Engine:
         self._num_arrived = 0
         self._num_steps = 0
         self._num_tokens = 0
+        self._num_embeddings = 0
         self._last_progress = time.monotonic()
 
     # Called from any thread.
@@ -79,6 +80,7 @@ class Engine:
             "prefix_cached_tokens_total": scheduler.num_cached_tokens,
             "steps_total": self._num_steps,
             "generated_tokens_total": self._num_tokens,
+            "embeddings_total": self._num_embeddings,
         }
 
     def seconds_stalled(self) -> float:
@@ -135,10 +137,15 @@ class Engine:
         for index, reason in result.failed_loads.items():
             self._fail_adapter(list(plan.loads)[index], reason)
         logprobs = dict(zip(plan.sampled, result.logprobs, strict=True))
-        alive = self._scheduler.complete(plan, result.token_ids, self._eos_ids)
-        self._num_tokens += len(alive)
-        for sequence in alive:
-            self._tell(sequence, token_ids=[sequence.token_ids[-1]], logprobs=[logprobs[sequence]], finish_reason=sequence.finish_reason)
+        embeddings = dict(zip(plan.pooled, result.embeddings, strict=True))
+        for sequence in self._scheduler.complete(plan, result.token_ids, self._eos_ids):
+            if sequence in embeddings:
+                self._num_embeddings += 1
+                self._tell(sequence, embedding=embeddings[sequence], finish_reason=sequence.finish_reason)
+            else:
+                self._num_tokens += 1
+                token_ids, logprob = sequence.token_ids[-1:], logprobs[sequence]
+                self._tell(sequence, token_ids=token_ids, logprobs=[logprob], finish_reason=sequence.finish_reason)
             if sequence.finish_reason:
                 self._forget(sequence)
 
@@ -160,12 +167,13 @@ class Engine:
     def _refusal(self, sequence: Sequence) -> LorayError | None:
         """Why this sequence could never run here."""
         scheduler = self._scheduler
-        num_tokens = sequence.num_prompt + sequence.request.max_new_tokens
+        num_tokens = sequence.request.max_tokens
         if len(scheduler.waiting) >= self._max_waiting:
             return Overloaded(f"{len(scheduler.waiting)} requests are waiting already; try again")
         if scheduler.blocks.num_needed(num_tokens) > scheduler.blocks.num_blocks:
             room = scheduler.blocks.num_blocks * scheduler.blocks.block_size
-            return InvalidRequest(f"prompt and max_new_tokens are {num_tokens} tokens, more than the KV cache holds ({room})")
+            what = "the input is" if sequence.request.pooling else "prompt and max_new_tokens are"
+            return InvalidRequest(f"{what} {num_tokens} tokens, more than the KV cache holds ({room})")
         if sequence.adapter and sequence.adapter.num_pages > scheduler.adapters.num_pages:
             return AdapterFailed(
                 f"adapter {sequence.adapter.adapter_id!r} needs {sequence.adapter.num_pages} rank pages, "

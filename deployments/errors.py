@@ -8,6 +8,7 @@ LorayError
 │   └── AdapterNotFound  424 generation             (404 model_not_found on /v1)
 ├── Overloaded           429 overloaded             the queue is full; try again after `retry_after` seconds
 ├── Incomplete           500 incomplete_generation  accepted, but could not be finished
+├── EmbeddingFailed      500 embedding_failure      the same of an embedding
 └── Unhealthy            503 healthcheck            no tokens can be made now
 """
 
@@ -58,6 +59,10 @@ class Overloaded(LorayError):
 
 class Incomplete(LorayError):
     pass
+
+
+class EmbeddingFailed(LorayError):
+    error_type = "embedding_failure"
 
 
 class Unhealthy(LorayError):

@@ -19,7 +19,7 @@ from loray.models.checkpoint import resolve_model
 
 @serve.ingress()
 class Ingress:
-    """`generate` and `generate_stream` are for `serve.get_app_handle`; they take the body of POST /generate."""
+    """`generate`, `generate_stream` and `embed` are for `serve.get_app_handle`; they take the body of POST /generate and POST /embed."""
 
     async def __init__(self, driver: DeploymentHandle, args: ServerArgs) -> None:  # type: ignore[misc]  # Serve awaits it
         folder = await asyncio.to_thread(resolve_model, args.model.id, args.model.revision)
@@ -33,6 +33,9 @@ class Ingress:
 
     async def generate(self, body: dict[str, Any]) -> dict[str, Any]:
         return await self._native.generate(body)
+
+    async def embed(self, body: dict[str, Any]) -> dict[str, Any]:
+        return await self._native.embed(body)
 
     async def generate_stream(self, body: dict[str, Any]) -> AsyncIterator[dict[str, Any]]:
         async for event in self._native.generate_stream(body):

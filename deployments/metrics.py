@@ -8,9 +8,11 @@ from prometheus_client.core import GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
 from loray.deployments.generation import Generation
+from loray.deployments.request import GenerationRequest
 
 LATENCY_BUCKETS = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120)  # seconds
 TOKEN_BUCKETS = (0.001, 0.0025, 0.005, 0.01, 0.02, 0.03, 0.05, 0.075, 0.1, 0.2, 0.5, 1)  # seconds
+EMBEDDED = "success"  # the outcome of an embedding that was made
 
 
 def adapter_kind(adapter_id: str) -> str:
@@ -25,11 +27,13 @@ class Metrics:
         self._registry.register(self._driver)
         self._requests = self._counter("requests", "HTTP requests", ["route", "status"])
         self._generations = self._counter("generations", "Generations by outcome", ["adapter", "outcome"])
-        self._prompt_tokens = self._counter("prompt_tokens", "Prompt tokens", ["adapter"])
+        self._embeddings = self._counter("embeddings", "Embeddings by outcome", ["adapter", "outcome"])
+        self._prompt_tokens = self._counter("prompt_tokens", "Prompt tokens, of embeddings too", ["adapter"])
         self._generated_tokens = self._counter("generated_tokens", "Generated tokens", ["adapter"])
         self._first_token = self._histogram("time_to_first_token_seconds", "From request to first token", LATENCY_BUCKETS)
         self._gap = self._histogram("inter_token_seconds", "Between tokens", TOKEN_BUCKETS)
         self._total = self._histogram("generation_seconds", "From request to last token", LATENCY_BUCKETS)
+        self._embedding = self._histogram("embedding_seconds", "From request to embedding", LATENCY_BUCKETS)
 
     def observe_request(self, route: str, status: str) -> None:
         self._requests.labels(route, status).inc()
@@ -48,6 +52,14 @@ class Metrics:
         gap_histogram = self._gap.labels(kind)
         for seconds in timing.gaps:
             gap_histogram.observe(seconds)
+
+    def observe_embedding(self, request: GenerationRequest, outcome: str, seconds: float) -> None:
+        """Once, when it is over; seconds: since it was received."""
+        kind = adapter_kind(request.adapter_id)
+        self._embeddings.labels(kind, outcome).inc()
+        self._prompt_tokens.labels(kind).inc(len(request.prompt_ids))
+        if outcome == EMBEDDED:
+            self._embedding.labels(kind).observe(seconds)
 
     def text(self, driver_stats: Mapping[str, float]) -> bytes:
         self._driver.stats = driver_stats

@@ -1,4 +1,4 @@
-"""The native API: a request becomes a generation, its pieces become LoRAX's response shapes. Knows nothing of Ray."""
+"""The native API: a request becomes a generation or an embedding, and that becomes LoRAX's response shapes. Knows nothing of Ray."""
 
 from collections.abc import AsyncGenerator, Sequence
 from contextlib import aclosing
@@ -13,7 +13,10 @@ from loray.deployments.error_shapes import native_body
 from loray.deployments.errors import InvalidRequest
 from loray.deployments.generation import GeneratedToken, Generation, Timing
 from loray.deployments.native_request import (
+    EMBED_NOT_BUILT,
     NOT_BUILT,
+    EmbedBody,
+    EmbedParameters,
     GenerateBody,
     Parameters,
     TokenizeBody,
@@ -30,21 +33,24 @@ PRINTABLE = "".join(map(chr, range(32, 127)))
 
 
 class NativeApi:
-    """`generate` and `generate_stream` are also the Python handle's; they take a dict and raise LorayError."""
+    """`generate`, `generate_stream` and `embed` are also the Python handle's; they take a dict and raise LorayError."""
 
     def __init__(self, service: Service) -> None:
         self._service = service
 
     async def generate(self, body: Any) -> dict[str, Any]:
-        return (await self.respond(parse(body), Timing()))[0]
+        return (await self.respond(parse(GenerateBody, body), Timing()))[0]
 
     async def generate_stream(self, body: Any) -> AsyncGenerator[dict[str, Any], None]:
         timing = Timing()
-        call = await self.prepare(parse(body))
+        call = await self.prepare(parse(GenerateBody, body))
         async with aclosing(self.stream(call, timing)) as batches:
             async for batch in batches:
                 for event in batch:
                     yield event
+
+    async def embed(self, body: Any) -> dict[str, Any]:
+        return (await self.respond_embed(parse(EmbedBody, body), Timing()))[0]
 
     async def prepare(self, body: GenerateBody) -> "Call":
         """Everything that can be wrong with a request before the model sees it."""
@@ -94,19 +100,37 @@ class NativeApi:
         call = await self.prepare(body)
         return await sse.event_stream(self.stream(call, timing), lambda: self._first_headers(call, timing), native_body)
 
+    async def respond_embed(self, body: EmbedBody, timing: Timing) -> tuple[dict[str, Any], dict[str, str]]:
+        """The response and its headers."""
+        parameters = body.parameters or EmbedParameters()
+        refuse_not_built(parameters, EMBED_NOT_BUILT)
+        refuse_source(parameters.adapter_source)
+        prompt_ids = await self._service.tokenizer.encode(body.inputs)
+        request = self._service.embedding_request(prompt_ids, parameters.adapter_id or "", NAMES.prompt)
+        embedding = await self._service.embed(request, NAMES.prompt, timing)
+        headers = {
+            **self._request_headers(body.inputs, request, timing),
+            **time_headers(timing),
+            "x-total-tokens": str(len(prompt_ids)),
+        }
+        return {"embeddings": embedding}, headers
+
     def _first_headers(self, call: "Call", timing: Timing) -> dict[str, str]:
         """What is known when the first token is there."""
+        headers = self._request_headers(call.inputs, call.request, timing)
+        return headers | {"x-time-to-first-token": milliseconds(timing.received, timing.first_token)}
+
+    def _request_headers(self, inputs: str, request: GenerationRequest, timing: Timing) -> dict[str, str]:
         headers = {
             "x-compute-type": self._service.compute_type,
-            "x-compute-characters": str(len(call.inputs)),
+            "x-compute-characters": str(len(inputs)),
             "x-validation-time": milliseconds(timing.received, timing.validated),
             "x-queue-time": milliseconds(timing.validated, timing.accepted),
-            "x-time-to-first-token": milliseconds(timing.received, timing.first_token),
-            "x-prompt-tokens": str(len(call.request.prompt_ids)),
+            "x-prompt-tokens": str(len(request.prompt_ids)),
             "x-model-id": header_text(self._service.model_id),
         }
-        if call.request.adapter_id:
-            headers |= {"x-adapter-id": header_text(call.request.adapter_id), "x-adapter-source": "local"}
+        if request.adapter_id:
+            headers |= {"x-adapter-id": header_text(request.adapter_id), "x-adapter-source": "local"}
         return headers
 
 
@@ -145,18 +169,19 @@ def details_shape(generation: Generation) -> dict[str, Any]:
 
 
 def last_headers(generation: Generation) -> dict[str, str]:
-    timing = generation.timing
-    total = milliseconds(timing.received, timing.finished)
-    inference_seconds = timing.finished - timing.accepted
+    inference_seconds = generation.timing.finished - generation.timing.accepted
     return {
-        "x-compute-time": total,
-        "x-total-time": total,
-        "x-inference-time": milliseconds(timing.accepted, timing.finished),
+        **time_headers(generation.timing),
         "x-time-per-token": milliseconds(0, inference_seconds / generation.num_tokens),
         "x-generated-tokens": str(generation.num_tokens),
         "x-total-tokens": str(generation.num_prompt_tokens + generation.num_tokens),
         "x-skipped-tokens": "0",
     }
+
+
+def time_headers(timing: Timing) -> dict[str, str]:
+    total = milliseconds(timing.received, timing.finished)
+    return {"x-compute-time": total, "x-total-time": total, "x-inference-time": milliseconds(timing.accepted, timing.finished)}
 
 
 def milliseconds(start: float, end: float) -> str:
@@ -192,6 +217,12 @@ def make_router(service: Service) -> APIRouter:
             return await api.stream_response(body, timing)
         response, headers = await api.respond(body, timing)
         return JSONResponse([response], headers=headers)
+
+    @router.post("/embed", response_model=None)
+    async def embed(body: EmbedBody) -> Response:
+        """One text as a vector: its final hidden states, pooled."""
+        response, headers = await api.respond_embed(body, Timing())
+        return JSONResponse(response, headers=headers)
 
     @router.post("/tokenize")
     async def tokenize(body: TokenizeBody) -> Sequence[dict[str, Any]]:

@@ -1,6 +1,6 @@
 """The body of a native request, as http clients of LoRAX write it. Refuses what is not built; runs nothing."""
 
-from typing import Annotated, Any
+from typing import Annotated, Any, TypeVar
 
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationError
 
@@ -25,6 +25,9 @@ class Body(BaseModel):
     """Wrong types and unknown fields are errors, never coerced or dropped. null is the default everywhere."""
 
     model_config = ConfigDict(extra="forbid", strict=True, allow_inf_nan=False, use_attribute_docstrings=True, frozen=True)
+
+
+B = TypeVar("B", bound=Body)
 
 
 class Parameters(Body):
@@ -89,15 +92,32 @@ class GenerateBody(Body):
     stream: bool | None = None
 
 
+class EmbedParameters(Body):
+    adapter_id: Text | None = None
+    """Empty or null: the base model."""
+    adapter_source: Text | None = None
+    api_token: Text | None = None
+    """Accepted; no local adapter needs one."""
+    merged_adapters: dict[str, Any] | None = None
+
+
+EMBED_NOT_BUILT: dict[str, Any] = {"merged_adapters": None}
+
+
+class EmbedBody(Body):
+    inputs: Text
+    parameters: EmbedParameters | None = None
+
+
 class TokenizeBody(Body):
     inputs: Text
     add_special_tokens: bool | None = None
 
 
-def parse(body: Any) -> GenerateBody:
+def parse(kind: type[B], body: Any) -> B:
     """For callers that bring a dict."""
     try:
-        return GenerateBody.model_validate(body)
+        return kind.model_validate(body)
     except ValidationError as error:
         raise invalid_request(error.errors()) from None
 

@@ -1,5 +1,6 @@
-"""The OpenAI API: chat and text completions, and the list of models. Shapes are in openai_shapes; knows nothing of Ray."""
+"""The OpenAI API: chat and text completions, embeddings, and the list of models. Shapes are in openai_shapes; knows nothing of Ray."""
 
+import asyncio
 import time
 from collections.abc import AsyncGenerator
 from contextlib import aclosing
@@ -20,14 +21,18 @@ from loray.deployments.openai_request import (
     DEFAULT_COMPLETION_TOKENS,
     ChatBody,
     CompletionBody,
+    EmbeddingBody,
     OpenAIBody,
+    named_adapter,
 )
-from loray.deployments.openai_shapes import ChatShape, CompletionShape, usage_shape
+from loray.deployments.openai_shapes import ChatShape, CompletionShape, embeddings_shape, usage_shape
 from loray.deployments.request import GenerationRequest
 from loray.deployments.service import FieldNames, Service
 
 CHAT_NAMES = FieldNames(prompt="messages", max_new_tokens="max_tokens")
 COMPLETION_NAMES = FieldNames(prompt="prompt", max_new_tokens="max_tokens")
+MAX_INPUTS_AT_ONCE = 64  # of one embeddings request: it must not fill the driver's queue alone
+Vectors = AsyncGenerator[tuple[int, list[float]], None]
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,7 +76,7 @@ class OpenAIApi:
         body.refuse(COMPLETION_NOT_BUILT)
         requests = []
         for prompt in body.prompts:
-            prompt_ids = await self._service.tokenizer.encode(prompt) if isinstance(prompt, str) else self._checked_ids(prompt)
+            prompt_ids = await self._token_ids(prompt, COMPLETION_NAMES.prompt)
             room = max(1, self._service.max_total_tokens - len(prompt_ids))
             max_new_tokens = min(DEFAULT_COMPLETION_TOKENS, room) if body.max_tokens is None else body.max_tokens
             requests.append(self._request(body, prompt_ids, max_new_tokens, COMPLETION_NAMES))
@@ -88,6 +93,21 @@ class OpenAIApi:
         num_tokens = sum(len(choice.tokens) for choice in choices)
         return JSONResponse(call.shape.whole(shapes, self._usage(call, num_tokens)))
 
+    async def embeddings(self, body: EmbeddingBody) -> dict[str, Any]:
+        received = time.monotonic()
+        body.refuse()
+        adapter_id = named_adapter(body.model, self._service.model_id)
+        requests = {
+            name: self._service.embedding_request(await self._token_ids(item, name), adapter_id, name)
+            for name, item in body.inputs().items()
+        }
+        turns = asyncio.Semaphore(min(MAX_INPUTS_AT_ONCE, self._service.args.scheduler.max_waiting))
+        sources = [self._embedding(index, request, name, Timing(received), turns) for index, (name, request) in enumerate(requests.items())]
+        async with aclosing(merge(sources)) as vectors:
+            by_index = {index: vector async for index, vector in vectors}
+        num_tokens = sum(len(request.prompt_ids) for request in requests.values())
+        return embeddings_shape(body.model, [by_index[i] for i in range(len(sources))], body.encoding_format == "base64", num_tokens)
+
     async def models(self) -> list[dict[str, Any]]:
         adapters = await self._service.backend.adapters()
         return [self._model_shape(self._service.model_id, None)] + [self._model_shape(name, self._service.model_id) for name in adapters]
@@ -103,12 +123,19 @@ class OpenAIApi:
         adapter_id = body.adapter_id(self._service.model_id)
         return self._service.request(prompt_ids, max_new_tokens, body.sampling(), adapter_id, bool(body.ignore_eos), names)
 
-    def _checked_ids(self, token_ids: list[int]) -> list[int]:
+    async def _token_ids(self, prompt: str | list[int], name: str) -> list[int]:
+        if isinstance(prompt, str):
+            return await self._service.tokenizer.encode(prompt)
         vocab_size = self._service.tokenizer.vocab_size
-        for token_id in token_ids:
+        for token_id in prompt:
             if not 0 <= token_id < vocab_size:
-                raise InvalidRequest(f"prompt: {token_id} is not a token id of this model; they end at {vocab_size - 1}", "prompt")
-        return token_ids
+                raise InvalidRequest(f"{name}: {token_id} is not a token id of this model; they end at {vocab_size - 1}", name)
+        return prompt
+
+    async def _embedding(self, index: int, request: GenerationRequest, name: str, timing: Timing, turns: asyncio.Semaphore) -> Vectors:
+        async with turns:
+            vector = await self._service.embed(request, name, timing)
+        yield index, vector
 
     def _pieces(self, call: Call) -> AsyncGenerator[tuple[int, Piece], None]:
         """Of all the choices, with the choice's index."""
@@ -151,6 +178,11 @@ def make_router(service: Service) -> APIRouter:
     async def completions(body: CompletionBody) -> Response:
         """The continuation of one or several prompts."""
         return await api.answer(await api.completion_call(body))
+
+    @router.post("/embeddings", response_model=None)
+    async def embeddings(body: EmbeddingBody) -> Response:
+        """One or several texts as vectors: their final hidden states, pooled."""
+        return JSONResponse(await api.embeddings(body))
 
     @router.get("/models")
     async def models() -> dict[str, Any]:

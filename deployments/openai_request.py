@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 from typing import Annotated, Any, Literal
 
-from pydantic import Field
+from pydantic import Field, ValidationError, ValidatorFunctionWrapHandler, field_validator
 
 from loray.deployments.errors import AdapterNotFound, InvalidRequest
 from loray.deployments.native_request import Body, StopString, Text, refuse_not_built, refuse_source
@@ -11,10 +11,21 @@ from loray.deployments.service import MAX_SEED, MAX_STOPS, random_seed
 from loray.models.step import MAX_TOP_K, Sampling
 
 MAX_PROMPTS = 128  # in one completions request
+MAX_INPUTS = 2048  # in one embeddings request; OpenAI's
 DEFAULT_COMPLETION_TOKENS = 16  # OpenAI's
 
 TokenIds = Annotated[list[int], Field(min_length=1)]
 Prompts = Annotated[list[Text] | list[TokenIds], Field(min_length=1, max_length=MAX_PROMPTS)]
+
+
+def named_adapter(model: str, base: str) -> str:
+    """What a `model` field names: "" for the base model."""
+    if model == base:
+        return ""
+    name = model.removeprefix(f"{base}:")
+    if not name:
+        raise AdapterNotFound(f"the model {model!r} does not exist")
+    return name
 
 
 class StreamOptions(Body):
@@ -79,12 +90,7 @@ class OpenAIBody(Body):
         return bool(self.stream_options and self.stream_options.include_usage)
 
     def adapter_id(self, base: str) -> str:
-        if self.model == base:
-            return ""
-        name = self.model.removeprefix(f"{base}:")
-        if not name:
-            raise AdapterNotFound(f"the model {self.model!r} does not exist")
-        return name
+        return named_adapter(self.model, base)
 
     def sampling(self) -> Sampling:
         if self.temperature == 0:
@@ -130,16 +136,59 @@ class CompletionBody(OpenAIBody):
 
     @property
     def prompts(self) -> Sequence[str | list[int]]:
-        if isinstance(self.prompt, str):
-            return [self.prompt]
-        token_ids = [item for item in self.prompt if isinstance(item, int)]
-        return [token_ids] if token_ids else [item for item in self.prompt if not isinstance(item, int)]
+        return one_or_several(self.prompt)
 
     def adapter_id(self, base: str) -> str:
         named = {super().adapter_id(base), self.lora_path or "", self.adapter_id_ or ""} - {""}
         if len(named) > 1:
             raise InvalidRequest(f"model, lora_path and adapter_id name different adapters: {', '.join(sorted(named))}", "model")
         return named.pop() if named else ""
+
+
+class EmbeddingBody(Body):
+    model: Text
+    """The base model's id, an adapter's, or `base:adapter`."""
+    input: Text | list[int] | list[Text] | list[list[int]]
+    """One text or its token ids, or a list of them."""
+    encoding_format: Literal["float", "base64"] | None = None
+    """float when not given; base64 is of little-endian float32."""
+    dimensions: int | None = Field(default=None, ge=1)
+    user: Text | None = None
+    """Accepted; it says who asks and changes no answer."""
+    adapter_source: Text | None = None
+    api_token: Text | None = None
+
+    @field_validator("input", mode="wrap")
+    @classmethod
+    def _say_what_it_takes(cls, value: Any, validate: ValidatorFunctionWrapHandler) -> Any:
+        """Four branches fail in four ways, which together tell nothing."""
+        try:
+            return validate(value)
+        except ValidationError:
+            raise ValueError(
+                "must be a text of whole characters, its token ids, or a list of such texts or of lists of token ids"
+            ) from None
+
+    def inputs(self) -> dict[str, str | list[int]]:
+        """By the names that errors call them."""
+        inputs = one_or_several(self.input)
+        if not inputs:
+            raise InvalidRequest("input: must have at least one item", "input")
+        if len(inputs) > MAX_INPUTS:
+            raise InvalidRequest(f"input: has {len(inputs)} items, more than {MAX_INPUTS}", "input")
+        return {f"input.{index}" if len(inputs) > 1 else "input": item for index, item in enumerate(inputs)}
+
+    def refuse(self) -> None:
+        refuse_not_built(self, EMBEDDING_NOT_BUILT)
+        refuse_source(self.adapter_source)
+
+
+def one_or_several(field: str | Sequence[int] | Sequence[str] | Sequence[list[int]]) -> Sequence[str | list[int]]:
+    """Texts or token ids as a list of them, where one alone may stand for a list of one."""
+    if isinstance(field, str):
+        return [field]
+    token_ids = [item for item in field if isinstance(item, int)]
+    return [token_ids] if token_ids else [item for item in field if not isinstance(item, int)]
 
 
 # Fields that are not built yet, with the value that asks for nothing.
@@ -151,4 +200,5 @@ CHAT_NOT_BUILT: dict[str, Any] = {
     "tool_choice": "none",
     "parallel_tool_calls": True,
 }
+EMBEDDING_NOT_BUILT: dict[str, Any] = {"dimensions": None}
 COMPLETION_NOT_BUILT: dict[str, Any] = {"logprobs": None, "echo": False, "suffix": "", "best_of": 1}

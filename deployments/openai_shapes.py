@@ -1,5 +1,7 @@
-"""OpenAI's response shapes, whole and in chunks, made of finished pieces of text. Pure: it starts and awaits nothing."""
+"""OpenAI's response shapes, whole and in chunks, made of finished pieces of text or vectors. Pure: it starts and awaits nothing."""
 
+import base64
+import struct
 import time
 import uuid
 from typing import Any
@@ -11,6 +13,19 @@ FINISH_REASONS = {"length": "length", "eos_token": "stop", "stop_sequence": "sto
 
 def usage_shape(num_prompt_tokens: int, num_tokens: int) -> dict[str, int]:
     return {"prompt_tokens": num_prompt_tokens, "completion_tokens": num_tokens, "total_tokens": num_prompt_tokens + num_tokens}
+
+
+def embeddings_shape(model: str, embeddings: list[list[float]], is_base64: bool, num_tokens: int) -> dict[str, Any]:
+    data = [
+        {"object": "embedding", "index": index, "embedding": packed(embedding) if is_base64 else embedding}
+        for index, embedding in enumerate(embeddings)
+    ]
+    return {"object": "list", "data": data, "model": model, "usage": {"prompt_tokens": num_tokens, "total_tokens": num_tokens}}
+
+
+def packed(embedding: list[float]) -> str:
+    """base64 of little-endian float32, as OpenAI's client unpacks it."""
+    return base64.b64encode(struct.pack(f"<{len(embedding)}f", *embedding)).decode()
 
 
 class CompletionShape:

@@ -17,7 +17,7 @@ from loray.models.step import AdapterLoad, Admission, Row
 
 @dataclass(eq=False, slots=True)
 class Plan:
-    """One step, and whose tokens it samples."""
+    """One step, and whose tokens and embeddings it makes."""
 
     loads: dict[Adapter, AdapterLoad] = field(default_factory=dict)
     admissions: list[Admission] = field(default_factory=list)
@@ -27,7 +27,12 @@ class Plan:
     @property
     def sampled(self) -> list[Sequence]:
         """The sequences that get a token, in the order of the step's rows."""
-        return [sequence for sequence, row in self.rows.items() if row.samples]
+        return [sequence for sequence, row in self.rows.items() if row.samples and not sequence.request.pooling]
+
+    @property
+    def pooled(self) -> list[Sequence]:
+        """The sequences that get their embedding, in the order of the step's rows."""
+        return [sequence for sequence, row in self.rows.items() if row.samples and sequence.request.pooling]
 
 
 class Scheduler:
@@ -74,17 +79,21 @@ class Scheduler:
         return plan if plan.rows else None
 
     def complete(self, plan: Plan, token_ids: list[int], eos_ids: Collection[int]) -> list[Sequence]:
-        """Give a finished step's tokens to their sequences; those that are still wanted come back."""
-        sampled = plan.sampled
+        """Give a finished step's tokens to their sequences; those still wanted come back, with them those that have their embedding."""
+        sampled, pooled = plan.sampled, plan.pooled
         assert len(sampled) == len(token_ids), "a step answers with one token for each row that samples"
         for sequence, token_id in zip(sampled, token_ids, strict=True):
             sequence.num_unknown -= 1
             if not sequence.is_finished:
                 sequence.append(token_id, eos_ids)
+        for sequence in pooled:
+            sequence.num_unknown -= 1
+            if not sequence.is_finished:
+                sequence.finish_reason = "embedding"
         for sequence in plan.rows:
             if sequence.slot is not None:
                 self._publish(sequence)
-        alive = [sequence for sequence in sampled if not sequence.is_finished]
+        alive = [sequence for sequence in sampled + pooled if not sequence.is_finished]
         for sequence in alive:
             if sequence.finish_reason:
                 self.finish(sequence)
@@ -113,8 +122,8 @@ class Scheduler:
 
     def _admit(self, plan: Plan, sequence: Sequence) -> bool:
         """Start a waiting sequence, if its whole prompt finds blocks and each running one could still take another."""
-        # At least one token is computed, so that there is something to sample from.
-        num_reusable = (len(sequence.token_ids) - 1) // self.blocks.block_size
+        # At least one token is computed, so that there is something to sample from. An embedding takes all its tokens.
+        num_reusable = 0 if sequence.request.pooling else (len(sequence.token_ids) - 1) // self.blocks.block_size
         cached = self.blocks.take_cached(sequence.hash_full_blocks(self.blocks.block_size)[:num_reusable])
         if self.blocks.num_needed(sequence.num_tokens) - len(cached) + len(self.running) > self.blocks.num_free:
             self.blocks.release(cached)
@@ -136,6 +145,7 @@ class Scheduler:
                 num_computed=sequence.num_computed,
                 page_ids=sequence.adapter.page_ids if sequence.adapter else [],
                 sampling=sequence.request.sampling,
+                pooling=sequence.request.pooling,
             )
         )
         count = min(sequence.num_to_compute, self._max_batch_tokens - plan.num_tokens)

@@ -18,7 +18,7 @@ class Sequence:
         self.arrival = arrival  # lower = older
         self.token_ids = request.prompt_ids + request.output_ids
         self.num_prompt = len(request.prompt_ids)
-        self.num_unknown = 0  # tokens sampled by steps whose results are not back
+        self.num_unknown = 0  # tokens sampled, or embeddings made, by steps whose results are not back
         self.num_computed = 0  # tokens whose keys and values are in its blocks
         self.block_ids: list[int] = []
         self.block_hashes: list[BlockHash] = []  # of the full blocks of token_ids
@@ -38,7 +38,7 @@ class Sequence:
 
     @property
     def num_to_compute(self) -> int:
-        """0 once the last token it may have is on its way."""
+        """0 once the last token it may have, or its embedding, is on its way."""
         if self.num_tokens - self.num_prompt >= self.request.max_new_tokens:
             return 0
         return self.num_tokens - self.num_computed

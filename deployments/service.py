@@ -1,18 +1,20 @@
 """Everything the routes share: model, tokenizer, backend, limits, metrics. Knows neither request nor response shapes."""
 
 import asyncio
+import math
 import secrets
+import time
 import uuid
 from collections.abc import AsyncGenerator, Mapping
-from contextlib import asynccontextmanager
+from contextlib import aclosing, asynccontextmanager
 from importlib.metadata import version
 from typing import Any, NamedTuple
 
 from loray.deployments.backend import Backend
 from loray.deployments.config import ServerArgs
-from loray.deployments.errors import InvalidRequest, LorayError, Unhealthy
+from loray.deployments.errors import EmbeddingFailed, Incomplete, InvalidRequest, LorayError, Unhealthy
 from loray.deployments.generation import Generation, Timing
-from loray.deployments.metrics import Metrics
+from loray.deployments.metrics import EMBEDDED, Metrics
 from loray.deployments.request import GenerationRequest
 from loray.deployments.tokenizer import Tokenizer
 from loray.models.step import Sampling
@@ -57,16 +59,9 @@ class Service:
         self, prompt_ids: list[int], max_new_tokens: int | None, sampling: Sampling, adapter_id: str, ignore_eos: bool, names: FieldNames
     ) -> GenerationRequest:
         """Checks the lengths; None takes what fits."""
+        self._check_prompt(prompt_ids, names.prompt)
         num_prompt = len(prompt_ids)
         fits = self.max_total_tokens - num_prompt
-        if not prompt_ids:
-            raise InvalidRequest(f"{names.prompt}: must have at least one token", names.prompt)
-        # A tokenizer may know tokens that the model has no embedding for.
-        vocab_size = self.facts.get("vocab_size")
-        if vocab_size is not None and max(prompt_ids) >= vocab_size:
-            raise InvalidRequest(
-                f"{names.prompt}: token {max(prompt_ids)} is unknown to the model, whose last is {vocab_size - 1}", names.prompt
-            )
         if fits < 1:
             raise InvalidRequest(
                 f"{names.prompt}: has {num_prompt} tokens, which leaves no room in max_total_tokens, {self.max_total_tokens}",
@@ -87,6 +82,28 @@ class Service:
             adapter_id=adapter_id,
         )
 
+    def embedding_request(self, prompt_ids: list[int], adapter_id: str, name: str) -> GenerationRequest:
+        """Checks the length; `name` is what the API calls the field."""
+        self._check_prompt(prompt_ids, name)
+        if len(prompt_ids) > self.max_total_tokens:
+            raise InvalidRequest(f"{name}: has {len(prompt_ids)} tokens, more than max_total_tokens, {self.max_total_tokens}", name)
+        return GenerationRequest(
+            request_id=uuid.uuid4().hex,
+            prompt_ids=prompt_ids,
+            max_new_tokens=1,
+            sampling=Sampling(),
+            adapter_id=adapter_id,
+            pooling=self.args.model.pooling,
+        )
+
+    def _check_prompt(self, prompt_ids: list[int], name: str) -> None:
+        if not prompt_ids:
+            raise InvalidRequest(f"{name}: must have at least one token", name)
+        # A tokenizer may know tokens that the model has no embedding for.
+        vocab_size = self.facts.get("vocab_size")
+        if vocab_size is not None and max(prompt_ids) >= vocab_size:
+            raise InvalidRequest(f"{name}: token {max(prompt_ids)} is unknown to the model, whose last is {vocab_size - 1}", name)
+
     @asynccontextmanager
     async def generation(self, request: GenerationRequest, stops: list[str], timing: Timing) -> AsyncGenerator[Generation, None]:
         """Leaving the block ends the generation, in whatever way, and counts it."""
@@ -101,6 +118,37 @@ class Service:
         finally:
             await generation.aclose()
             self.metrics.observe_generation(generation, outcome)
+
+    async def embed(self, request: GenerationRequest, name: str, timing: Timing) -> list[float]:
+        """The embedding. Cancelling it aborts the request; it is counted in any case. `name` is what the API calls the field."""
+        outcome = "cancelled"
+        timing.validated = time.monotonic()
+        try:
+            embedding = await self._embedding(request, timing)
+            outcome = EMBEDDED
+            return embedding
+        except InvalidRequest as error:
+            outcome = error.error_type
+            raise InvalidRequest(f"{name}: {error.message}", name) from error
+        except (Incomplete, EmbeddingFailed) as error:
+            outcome = EmbeddingFailed.error_type
+            raise EmbeddingFailed(f"{name}: {error.message}") from error
+        except LorayError as error:
+            outcome = error.error_type
+            raise
+        finally:
+            timing.finished = time.monotonic()
+            self.metrics.observe_embedding(request, outcome, timing.finished - timing.received)
+
+    async def _embedding(self, request: GenerationRequest, timing: Timing) -> list[float]:
+        async with aclosing(self.backend.generate(request)) as events:
+            async for event in events:
+                timing.accepted = timing.accepted or time.monotonic()
+                if event.embedding:
+                    if not all(map(math.isfinite, event.embedding)):
+                        raise EmbeddingFailed("the model's hidden states are not finite")
+                    return event.embedding
+        raise EmbeddingFailed("the embedding broke off")
 
     async def check_health(self) -> None:
         try:
@@ -141,6 +189,7 @@ class Service:
             "max_input_length": self.max_total_tokens - 1,
             "max_total_tokens": self.max_total_tokens,
             "max_batch_total_tokens": scheduler.max_batch_tokens,
+            "pooling": self.args.model.pooling,
             "tensor_parallel_size": self.args.tensor_parallel_size,
             "adapter_roots": len(self.args.adapters.local_roots),
             "version": version("loray"),

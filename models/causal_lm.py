@@ -12,6 +12,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from loray.models.device_memory import free_bytes
 from loray.models.hosted_model import HostedModel, HostedOptions
 from loray.models.lora import LoraPool
 from loray.models.lora_groups import lora_groups, sort_key
@@ -60,7 +61,7 @@ class CausalLMRunner:
             load_seconds=self._load_seconds,
             block_bytes=self._hosted.token_bytes * self._block_size,
             page_bytes=self._lora.page_bytes,
-            free_bytes=self._free_bytes(memory_fraction),
+            free_bytes=free_bytes(self._device, memory_fraction),
             has_blocks=False,
             lora_shapes=self._lora.shapes,
         )
@@ -184,13 +185,6 @@ class CausalLMRunner:
                 pooled = self._hidden_sums.pop(row.slot) / self._slots.num_computed[row.slot] if is_mean else hidden[i, -1].float()
                 embeddings[row.slot] = pooled.tolist()
         return embeddings
-
-    def _free_bytes(self, memory_fraction: float) -> int:
-        """What may still be taken on the GPU so that memory_fraction of it is in use; the rest is for activations."""
-        if self._device.type != "cuda":
-            return 0
-        free, total = torch.cuda.mem_get_info(self._device)
-        return max(0, int(total * memory_fraction) - (total - free))
 
     def _upload(self, values: Ints) -> Tensor:
         return torch.from_numpy(np.ascontiguousarray(values)).to(self._device, non_blocking=True)

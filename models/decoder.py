@@ -31,7 +31,3 @@ class Decoder(nn.Module, ABC):
     def logits(self, hidden: Tensor) -> Tensor:
         """[num_samples, hidden] -> [num_samples, vocab_size], on every rank."""
         return self.lm_head(hidden)
-
-    def forward(self, batch: Batch, kv_caches: Sequence[Tensor]) -> Tensor:
-        hidden = self.hidden(batch, kv_caches)
-        return self.logits(hidden if batch.sample_tokens is None else hidden[batch.sample_tokens])

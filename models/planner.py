@@ -27,6 +27,7 @@ class Plan:
     sample_slots: Ints  # [num_samples] in the order of the logits
     sample_positions: Ints  # [num_samples] of the tokens to be sampled
     result_order: Ints  # [num_samples] logits row of each sampling row of the step
+    first_tokens: Ints  # [rows of the step] place in the batch of each row's first token
 
 
 class Planner:
@@ -58,7 +59,9 @@ class Planner:
         )
         place = {row: i for i, row in enumerate(np.array(order)[samples].tolist())}
         result_order = np.array([place[i] for i, row in enumerate(rows) if row.samples], np.int64)
-        return Plan(batch, slots[samples], (starts + num_tokens)[samples], result_order)
+        first_tokens = np.empty_like(offsets)
+        first_tokens[order] = offsets
+        return Plan(batch, slots[samples], (starts + num_tokens)[samples], result_order, first_tokens)
 
     def _order(self, rows: list[Row]) -> list[int]:
         def key(index: int) -> tuple[bool, int, int]:

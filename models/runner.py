@@ -1,4 +1,4 @@
-"""Runs one rank: applies each step of the driver to the model and answers with the new tokens. Schedules nothing."""
+"""Runs one rank: applies each step of the driver to the model, answers with new tokens and embeddings. Schedules nothing."""
 
 import time
 from collections.abc import Iterator
@@ -13,12 +13,13 @@ from torch import Tensor
 from transformers import AutoConfig
 
 from loray.models import attention
-from loray.models.adapter import AdapterError, signature
+from loray.models.device_memory import free_bytes
 from loray.models.kv_cache import KVCache
 from loray.models.loader import load_weights
 from loray.models.lora import LoraPool
 from loray.models.parallel import Parallel
-from loray.models.planner import Planner
+from loray.models.planner import Plan, Planner
+from loray.models.pooler import Pooler
 from loray.models.registry import model_class
 from loray.models.sampler import sample
 from loray.models.slots import Slots
@@ -50,6 +51,7 @@ class Runner:
         # One column more: a row that runs one step beyond its end samples a token nobody reads.
         self._tokens = torch.zeros(max_running, max_total_tokens + 1, dtype=torch.int32, device=device)
         self._planner = Planner(self._slots, self._tokens, block_size, dtype, self._model.windows)
+        self._pooler = Pooler()
         self._kv_cache: KVCache | None = None
 
     def report(self, memory_fraction: float) -> LoadReport:
@@ -62,7 +64,7 @@ class Runner:
             load_seconds=self._load_seconds,
             block_bytes=num_layers * self._block_size * 2 * num_kv_heads * head_dim * self._dtype.itemsize,
             page_bytes=self._lora.page_bytes,
-            free_bytes=self._free_bytes(memory_fraction),
+            free_bytes=free_bytes(self._device, memory_fraction),
             has_blocks=True,
             lora_shapes=self._lora.shapes,
         )
@@ -82,39 +84,35 @@ class Runner:
             return StepResult(step.step_id, [], [], failed_loads)
         assert self._kv_cache is not None, "a step came before allocate"
         self._extend(step.rows, self._kv_cache)
-        plan = self._planner.plan(step.rows)
-        logits = self._model(plan.batch, self._kv_cache.layers)
+        plan = self._planner.plan(self._pooler.without_samples(step.rows))
+        hidden = self._model.hidden(plan.batch, self._kv_cache.layers)
         for row in step.rows:
             self._slots.num_computed[row.slot] += row.num_tokens
+        token_ids, logprobs = self._sample(plan, hidden)
+        embeddings = self._pooler.pool(step.rows, plan.first_tokens, hidden)
+        return StepResult(step.step_id, token_ids, logprobs, failed_loads, embeddings)
+
+    def _sample(self, plan: Plan, hidden: Tensor) -> tuple[list[int], list[float]]:
+        """New tokens and their log-probabilities, in the order of the step's rows; the tokens feed the next step."""
         if not len(plan.sample_slots):
-            return StepResult(step.step_id, [], [], failed_loads)
-        token_ids, logprobs = sample(logits, self._slots.sampling(plan.sample_slots, plan.sample_positions))
+            return [], []
+        last = hidden if plan.batch.sample_tokens is None else hidden[plan.batch.sample_tokens]  # [num_samples, hidden]
+        token_ids, logprobs = sample(self._model.logits(last), self._slots.sampling(plan.sample_slots, plan.sample_positions))
         places = torch.from_numpy(plan.sample_slots * self._tokens.shape[1] + plan.sample_positions).to(self._device)
         self._tokens.view(-1).index_copy_(0, places, token_ids.int())
-        return StepResult(step.step_id, _ordered(token_ids, plan.result_order), _ordered(logprobs, plan.result_order), failed_loads)
+        return _ordered(token_ids, plan.result_order), _ordered(logprobs, plan.result_order)
 
     def _load_adapters(self, loads: list[AdapterLoad]) -> dict[int, str]:
         """Index in loads -> why it failed. Ranks agree: an adapter that one of them cannot read counts as failed on all."""
-        reasons: dict[int, str] = {}
-        for index, load in enumerate(loads):
-            try:
-                self._check_signature(load)
-                self._lora.load(Path(load.path), load.page_ids)
-                self._check_signature(load)
-            except AdapterError as error:
-                reasons[index] = str(error)
+        reasons = self._lora.load_all(loads)
         if not loads:
             return reasons
         failed = self._parallel.any_rank([index in reasons for index in range(len(loads))], self._device)
         return {i: reasons.get(i, "another rank could not read the adapter") for i, is_failed in enumerate(failed) if is_failed}
 
-    @staticmethod
-    def _check_signature(load: AdapterLoad) -> None:
-        if load.signature and load.signature != signature(Path(load.path)):
-            raise AdapterError(f"adapter {Path(load.path).name!r}: its files changed after they were checked")
-
     def _admit(self, admission: Admission) -> None:
         self._slots.admit(admission)
+        self._pooler.admit(admission)
         token_ids = torch.tensor(admission.token_ids, dtype=torch.int32)
         self._tokens[admission.slot, : len(token_ids)] = token_ids.to(self._device, non_blocking=True)
 
@@ -125,13 +123,6 @@ class Runner:
             new_blocks += row.new_block_ids
         if new_blocks:
             kv_cache.clear(torch.tensor(new_blocks).to(self._device, non_blocking=True))
-
-    def _free_bytes(self, memory_fraction: float) -> int:
-        """What may still be taken on the GPU so that memory_fraction of it is in use; the rest is for activations."""
-        if self._device.type != "cuda":
-            return 0
-        free, total = torch.cuda.mem_get_info(self._device)
-        return max(0, int(total * memory_fraction) - (total - free))
 
 
 @contextmanager

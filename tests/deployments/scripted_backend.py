@@ -22,7 +22,9 @@ MAX_TOTAL_TOKENS = 64
 
 
 class ScriptedBackend:
-    """Plays `script`: token ids that come together, or an error to raise, one item a turn. Ends with `finish`."""
+    """Plays `script`: token ids that come together, or an error to raise, one item a turn. Ends with `finish`.
+
+    For a request that pools the token ids of the script are turns to wait, and `embedding_of` its prompt is the end."""
 
     def __init__(self, script: Sequence[list[int] | Exception], finish: str = "eos_token", turn_s: float = 0.0) -> None:
         self.script = script
@@ -42,13 +44,22 @@ class ScriptedBackend:
                 await asyncio.sleep(self.turn_s)
                 if isinstance(item, Exception):
                     raise item
+                if request.pooling:
+                    continue
                 finish = self.finish if turn == len(self.script) - 1 else ""
                 yield TokenEvent(request.request_id, item, [-0.5] * len(item), finish)
+            if request.pooling and self.finish:
+                yield TokenEvent(request.request_id, finish_reason="embedding", embedding=self.embedding_of(request.prompt_ids))
         except BaseException as error:
             ending = type(error).__name__
             raise
         finally:
             self.endings.append(ending)
+
+    @staticmethod
+    def embedding_of(prompt_ids: list[int]) -> list[float]:
+        """Values that float32 holds exactly."""
+        return [len(prompt_ids) / 8, -float(prompt_ids[0]), 0.5]
 
     async def stats(self) -> dict[str, float]:
         return {"running": 3, "kv_blocks_total": 1456}

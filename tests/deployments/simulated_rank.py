@@ -1,7 +1,7 @@
 """A rank in plain Python that follows the step protocol to the letter and notices when the driver does not.
 
 Its blocks hold (adapter, token) where a real rank holds keys and values, so a wrong block table, a block shared by mistake or a
-stale page shows as a wrong context. The "model" is a hash of the context.
+stale page shows as a wrong context. The "model" is a hash of the context; an embedding is made of what each row computed.
 """
 
 import zlib
@@ -23,6 +23,11 @@ def greedy(adapter: str, prompt: list[int], max_new_tokens: int, eos_id: int | N
     return output
 
 
+def embedding(adapter: str, prompt: list[int]) -> list[float]:
+    """The oracle: one text, alone. The mean of what each of its tokens adds."""
+    return [sum(token + len(adapter) for token in prompt) / len(prompt), float(next_token(adapter, prompt))]
+
+
 class SimulatedRank:
     def __init__(self, num_blocks: int, block_size: int, num_pages: int = 0) -> None:
         self.block_size = block_size
@@ -32,6 +37,8 @@ class SimulatedRank:
         self.tokens: dict[int, list[int]] = {}
         self.tables: dict[int, list[int]] = {}
         self.computed: dict[int, int] = {}
+        self.sums: dict[int, int] = {}  # of the sequences that pool
+        self.embeddings: list[list[float]] = []  # of the step that runs
         self.bad_paths: set[str] = set()
         self.steps: list[Step] = []
 
@@ -46,8 +53,10 @@ class SimulatedRank:
             self.tokens[admission.slot] = list(admission.token_ids)
             self.tables[admission.slot] = list(admission.block_ids)
             self.computed[admission.slot] = admission.num_computed
+            self.sums[admission.slot] = 0
+        self.embeddings = []
         sampled = [token for row in step.rows if (token := self._run(row.slot, row.num_tokens, row.new_block_ids, row.samples)) is not None]
-        return StepResult(step.step_id, sampled, [-1.0] * len(sampled), failed)
+        return StepResult(step.step_id, sampled, [-1.0] * len(sampled), failed, self.embeddings)
 
     def _run(self, slot: int, num_tokens: int, new_block_ids: list[int], samples: bool) -> int | None:
         table, tokens, start = self.tables[slot], self.tokens[slot], self.computed[slot]
@@ -55,11 +64,15 @@ class SimulatedRank:
         adapter = self._adapter(slot)
         for position in range(start, start + num_tokens):
             self.blocks[table[position // self.block_size]][position % self.block_size] = (adapter, tokens[position])
+            self.sums[slot] += tokens[position] + len(adapter)
         self.computed[slot] = end = start + num_tokens
         context = [self.blocks[table[p // self.block_size]][p % self.block_size] for p in range(end)]
         assert context == [(adapter, token) for token in tokens[:end]], "a block holds something else than this sequence's tokens"
         assert samples == (end == len(tokens)), "a row samples exactly when it has reached the last known token"
         if not samples:
+            return None
+        if self.slots[slot].pooling:
+            self.embeddings.append([self.sums[slot] / end, float(next_token(adapter, tokens[:end]))])
             return None
         tokens.append(next_token(adapter, tokens[:end]))
         return tokens[-1]

@@ -57,3 +57,12 @@ def test_a_prefix_ends_at_the_first_missing_block() -> None:
 def test_the_hash_depends_on_the_adapter_on_every_token_and_on_their_order() -> None:
     hashes = {chain_hash(root, tokens) for root in (b"", b"v1", b"v2") for tokens in ([1, 2], [2, 1], [1, 3])}
     assert len(hashes) == 9
+
+
+def test_without_a_cache_nothing_is_found_again() -> None:
+    pool = BlockPool(2, 16, has_cache=False)
+    held = pool.allocate(1)
+    pool.publish(held[0], b"h")
+    assert pool.take_cached([b"h"]) == [] and pool.num_cached == 0
+    pool.release(held)
+    assert pool.num_free == 2

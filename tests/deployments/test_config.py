@@ -73,6 +73,9 @@ def test_the_command_line_wins_over_the_file(tmp_path: Path) -> None:
         "dtype": "auto",
         "max_total_tokens": 99,
         "trust_remote_code": False,
+        "implementation": "auto",
+        "quantization": None,
+        "pooling": "mean",
     }
     assert plan.args.tensor_parallel_size == 2
     assert (plan.deploy.http_options.host, plan.deploy.http_options.port) == ("0.0.0.0", 9000)

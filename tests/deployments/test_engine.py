@@ -14,7 +14,7 @@ from loray.deployments.engine import Engine
 from loray.deployments.request import GenerationRequest, TokenEvent
 from loray.deployments.scheduler import Scheduler
 from loray.models.step import Sampling, Step, StepResult
-from tests.deployments.simulated_rank import SimulatedRank, greedy
+from tests.deployments.simulated_rank import SimulatedRank, embedding, greedy
 
 NUM_BLOCKS, BLOCK, NUM_PAGES = 32, 4, 4
 
@@ -52,12 +52,18 @@ class Client:
     def submit(
         self, name: str, prompt: list[int], max_new_tokens: int = 8, adapter: Adapter | None = None, output: list[int] | None = None
     ) -> None:
-        self.events[name] = []
-        self.ended[name] = threading.Event()
         request = GenerationRequest(
             request_id=name, prompt_ids=prompt, output_ids=output or [], max_new_tokens=max_new_tokens, sampling=Sampling()
         )
-        self.engine.submit(request, adapter, self.address, self.ended[name].set)
+        self._send(request, adapter)
+
+    def embed(self, name: str, prompt: list[int], adapter: Adapter | None = None) -> None:
+        self._send(GenerationRequest(request_id=name, prompt_ids=prompt, max_new_tokens=1, sampling=Sampling(), pooling="mean"), adapter)
+
+    def _send(self, request: GenerationRequest, adapter: Adapter | None) -> None:
+        self.events[request.request_id] = []
+        self.ended[request.request_id] = threading.Event()
+        self.engine.submit(request, adapter, self.address, self.ended[request.request_id].set)
 
     def finish(self, name: str) -> list[TokenEvent]:
         while not (self.events[name] and self.events[name][-1].is_last):
@@ -105,6 +111,43 @@ def test_a_request_continues_where_another_replica_left_it(client: Client) -> No
     tokens = greedy("", [1, 2, 3], 8)
     client.submit("r", [1, 2, 3], output=tokens[:5])
     assert client.tokens("r") == tokens[5:]
+
+
+def test_an_embedding_comes_in_one_event_after_the_accepting_one(client: Client, engine: Engine) -> None:
+    client.submit("g", [1, 2, 3])
+    client.embed("e", list(range(40)), adapter=Adapter("a", "a", "a", 1))
+    accepted, last = client.finish("e")
+    assert not accepted.is_last and not accepted.embedding
+    assert (last.embedding, last.finish_reason, last.token_ids) == (embedding("a", list(range(40))), "embedding", [])
+    assert client.tokens("g") == greedy("", [1, 2, 3], 8)
+    assert (engine.stats()["embeddings_total"], engine.stats()["generated_tokens_total"]) == (1, 8)
+
+
+def test_a_text_to_embed_may_fill_the_cache_and_not_one_token_more(client: Client) -> None:
+    client.embed("fits", [1] * NUM_BLOCKS * BLOCK)
+    assert client.finish("fits")[-1].embedding == embedding("", [1] * NUM_BLOCKS * BLOCK)
+    client.embed("not", [1] * (NUM_BLOCKS * BLOCK + 1))
+    (event,) = client.finish("not")
+    assert event.error == "InvalidRequest" and "the input is 129 tokens" in event.message and "128" in event.message
+
+
+def test_an_embedding_whose_adapter_can_not_be_loaded_ends_in_its_error(client: Client, steps: RankInProcess) -> None:
+    steps.rank.bad_paths = {"bad"}
+    client.embed("bad", [1], adapter=Adapter("bad", "bad", "bad", 1))
+    client.embed("good", [1])
+    assert client.finish("bad")[-1].error == "AdapterFailed"
+    assert client.finish("good")[-1].embedding == embedding("", [1])
+
+
+def test_a_new_ingress_ends_the_connection_to_one_without_requests(client: Client, engine: Engine) -> None:
+    idle = Client(engine)
+    idle.submit("first", [1])
+    idle.finish("first")
+    hung_up = idle.socket.get_monitor_socket(zmq.EVENT_DISCONNECTED)
+    client.submit("r", [1])
+    assert hung_up.poll(5000), "an ingress that is gone would hold memory here for ever"
+    idle.submit("second", [1])
+    assert idle.tokens("second") == client.tokens("r") == greedy("", [1], 8)
 
 
 def test_a_request_that_never_fits_is_refused_with_both_numbers(client: Client) -> None:

@@ -1,63 +1,12 @@
 import random
-from collections import deque
 
 import msgspec
 import pytest
 
-from loray.cluster.channel import Address
-from loray.deployments.adapters import Adapter, AdapterTable
-from loray.deployments.block_pool import BlockPool
-from loray.deployments.request import GenerationRequest
-from loray.deployments.scheduler import Plan, Scheduler
 from loray.deployments.sequence import Sequence
-from loray.models.step import Sampling, Step
-from tests.deployments.simulated_rank import SimulatedRank, greedy
-
-BLOCK = 4
-NOBODY = Address("", b"")
-
-
-class Server:
-    """A scheduler and a simulated rank, one step ahead, as the engine runs them."""
-
-    def __init__(self, num_blocks: int = 64, num_pages: int = 8, max_batch_tokens: int = 32, max_running: int = 8, eos: int = -1) -> None:
-        self.scheduler = Scheduler(BlockPool(num_blocks, BLOCK), AdapterTable(num_pages), max_batch_tokens, max_running)
-        self.rank = SimulatedRank(num_blocks, BLOCK, num_pages)
-        self.in_flight: deque[tuple[Plan, Step]] = deque()
-        self.eos_ids = {eos}
-        self.arrivals = 0
-
-    def add(self, prompt: list[int], max_new_tokens: int, adapter: str = "", num_pages: int = 1) -> Sequence:
-        request = GenerationRequest(
-            request_id=str(self.arrivals), prompt_ids=prompt, max_new_tokens=max_new_tokens, sampling=Sampling(), adapter_id=adapter
-        )
-        version = Adapter(adapter, adapter, adapter, num_pages) if adapter else None
-        sequence = Sequence(request, version, NOBODY, self.arrivals)
-        self.arrivals += 1
-        self.scheduler.add(sequence)
-        return sequence
-
-    def turn(self) -> bool:
-        """Send what can be sent, then take one result back. False when there was nothing to do."""
-        while len(self.in_flight) < 2 and (plan := self.scheduler.schedule()):
-            step = Step(0, list(plan.loads.values()), plan.admissions, list(plan.rows.values()))
-            self.in_flight.append((plan, step))
-        if not self.in_flight:
-            return False
-        plan, step = self.in_flight.popleft()
-        self.scheduler.complete(plan, self.rank.execute(step).token_ids, self.eos_ids)
-        return True
-
-    def run(self) -> None:
-        for _ in range(10_000):
-            if not self.turn():
-                return
-        raise AssertionError("the scheduler never comes to rest")
-
-    def assert_empty(self) -> None:
-        assert not self.scheduler.running and not self.scheduler.waiting
-        assert self.scheduler.blocks.num_used == 0
-        assert self.scheduler.adapters.num_references == 0
+from loray.models.step import Pooling
+from tests.deployments.simulated_rank import embedding, greedy
+from tests.deployments.stepped_scheduler import Server
 
 
 def output(sequence: Sequence) -> list[int]:
@@ -241,6 +190,43 @@ def test_a_request_is_admitted_only_if_the_running_ones_can_still_grow() -> None
     assert server.scheduler.num_preemptions == 0
 
 
+def test_a_preempted_sequence_waits_for_its_tokens_that_are_on_their_way() -> None:
+    server = Server(num_blocks=4)
+    old, young = server.add([1] * 4, 12), server.add([2] * 4, 12)
+    while young.slot is not None or not server.in_flight:
+        assert server.plan()
+    server.scheduler.finish(old)
+    assert young.num_unknown and server.scheduler.blocks.num_free == 4
+    assert server.plan() is None, "its admission would lack tokens that nobody knows yet"
+    server.run()
+    assert output(young) == greedy("", [2] * 4, 12)
+    server.assert_empty()
+
+
+def test_a_step_that_preempts_admits_nobody() -> None:
+    server = Server(num_blocks=5)
+    server.add([1] * 4, 16)
+    young = server.add([2] * 8, 12)
+    for _ in range(5):
+        assert server.plan()
+    late = server.add([3], 2)
+    plan = server.plan()
+    assert young.slot is None and server.scheduler.blocks.num_free == 2, "there is room for the late one"
+    assert plan and plan.admissions == [] and late.slot is None
+    server.run()
+    assert output(young) == greedy("", [2] * 8, 12) and output(late) == greedy("", [3], 2)
+
+
+def test_without_a_prefix_cache_every_token_is_computed_again() -> None:
+    server = Server(has_cache=False)
+    for _ in range(2):
+        sequence = server.add(list(range(20)), 6)
+        server.run()
+        assert output(sequence) == greedy("", list(range(20)), 6)
+    assert server.scheduler.num_cached_tokens == server.scheduler.blocks.num_cached == 0
+    server.assert_empty()
+
+
 @pytest.mark.parametrize("seed", range(30))
 def test_random_traffic_gets_the_oracles_tokens_and_leaves_nothing_behind(seed: int) -> None:
     rng = random.Random(seed)
@@ -256,7 +242,9 @@ def test_random_traffic_gets_the_oracles_tokens_and_leaves_nothing_behind(seed: 
         if rng.random() < 0.6:
             prompt = [rng.randint(0, 2) for _ in range(rng.randint(1, 30))]
             adapter = rng.choice(["", "a", "b", "c", "d"])
-            sequences.append(server.add(prompt, rng.randint(1, 20), adapter, num_pages={"c": 2}.get(adapter, 1)))
+            pooling: Pooling = "mean" if rng.random() < 0.3 else ""
+            max_new_tokens = 1 if pooling else rng.randint(1, 20)
+            sequences.append(server.add(prompt, max_new_tokens, adapter, {"c": 2}.get(adapter, 1), pooling))
         if sequences and rng.random() < 0.15:
             server.scheduler.finish(rng.choice(sequences))
         for _ in range(rng.randint(0, 6)):
@@ -264,6 +252,11 @@ def test_random_traffic_gets_the_oracles_tokens_and_leaves_nothing_behind(seed: 
     server.run()
     for sequence in sequences:
         request = sequence.request
+        if request.pooling:
+            expected_one = embedding(request.adapter_id, request.prompt_ids)
+            assert server.embeddings.get(sequence, expected_one) == expected_one
+            assert (sequence in server.embeddings) == bool(sequence.finish_reason) and output(sequence) == []
+            continue
         expected = greedy(request.adapter_id, request.prompt_ids, request.max_new_tokens, eos_id=3)
         assert output(sequence) == expected if sequence.finish_reason else output(sequence) == expected[: sequence.num_output]
     server.assert_empty()

@@ -15,6 +15,7 @@ from ray import serve
 from loray.deployments.errors import AdapterNotFound, InvalidRequest
 from tests.e2e.conftest import App
 from tests.e2e.oracle import Oracle
+from tests.models import embedding_oracle
 
 pytestmark = pytest.mark.slow
 
@@ -93,9 +94,40 @@ def test_the_python_handle_raises_what_http_answers(app: App) -> None:
         handle.generate.remote(body("nobody")).result()
 
 
+@pytest.mark.parametrize("adapter_id", ["", "a8"])
+def test_embed_gives_the_mean_of_the_last_hidden_states(app: App, oracle: Oracle, tiny_model: Path, root: Path, adapter_id: str) -> None:
+    embedding = app.post("/embed", {"inputs": PROMPT, "parameters": {"adapter_id": adapter_id}}).json()["embeddings"]
+    model = embedding_oracle.oracle(tiny_model, root / adapter_id if adapter_id else None)
+    prompt_ids = oracle.tokenizer(PROMPT)["input_ids"]
+    assert embedding == pytest.approx(embedding_oracle.oracle_embedding(model, prompt_ids, "mean"), abs=1e-4)
+    handle = serve.get_app_handle("loray")
+    assert handle.embed.remote({"inputs": PROMPT, "parameters": {"adapter_id": adapter_id}}).result() == {"embeddings": embedding}
+
+
+def test_openais_client_embeds_many_texts_while_others_are_generated(app: App) -> None:
+    client = openai.OpenAI(base_url=app.url + "/v1", api_key="unused", max_retries=0)
+    texts = [f"text number {i}, " * (1 + i % 7) for i in range(100)]
+    alone = [app.post("/embed", {"inputs": text, "parameters": {"adapter_id": "a4"}}).json()["embeddings"] for text in texts[:8]]
+    with ThreadPoolExecutor(4) as others:
+        generations = [others.submit(app.post, "/generate", body("a8", max_new_tokens=100)) for _ in range(4)]
+        answer = client.embeddings.create(model="a4", input=texts)
+        assert {generation.result().status_code for generation in generations} == {200}
+    assert [item.index for item in answer.data] == list(range(100)) and answer.usage.prompt_tokens > 100
+    for item, expected in zip(answer.data, alone, strict=False):
+        assert item.embedding == pytest.approx(expected, abs=1e-5)
+    with pytest.raises(openai.NotFoundError, match="nobody"):
+        client.embeddings.create(model="nobody", input="x")
+    assert app.wait_until_idle()["embeddings_total"] >= 108
+
+
 def test_an_unknown_adapter_is_named_in_the_error(app: App) -> None:
-    for path in ("/generate", "/generate_stream"):
-        response = app.post(path, body("nobody"))
+    asked = {
+        "/generate": body("nobody"),
+        "/generate_stream": body("nobody"),
+        "/embed": {"inputs": "x", "parameters": {"adapter_id": "nobody"}},
+    }
+    for path, wanted in asked.items():
+        response = app.post(path, wanted)
         assert response.status_code == 424
         assert response.json()["error_type"] == "generation" and "nobody" in response.json()["error"]
 

@@ -40,6 +40,7 @@ class Family:
     known_as: str  # models people know
     settings: Mapping[str, Any]
     norm_center: float = 1.0  # Gemma stores its norms' distance from one
+    seed: int = 0  # one with which no two tokens are nearly equally good
 
 
 FAMILIES: dict[str, Family] = {
@@ -48,15 +49,29 @@ FAMILIES: dict[str, Family] = {
         "llama",
         "Llama 1 to 3, SmolLM2, TinyLlama, Yi, Vicuna",
         {**NINE_HEADS, "head_dim": 10, "attention_bias": True, "mlp_bias": True, "rope_parameters": LLAMA3_ROPE},
+        seed=3,
     ),
-    "mistral": Family("MistralForCausalLM", "mistral", "Mistral 7B, Zephyr", {**SIX_HEADS, "head_dim": 10, "sliding_window": 9}),
+    "mistral": Family(
+        "MistralForCausalLM",
+        "mistral",
+        "Mistral 7B, Zephyr",
+        {**SIX_HEADS, "head_dim": 10, "sliding_window": 9},
+        seed=1,
+    ),
     "qwen2": Family(
         "Qwen2ForCausalLM",
         "qwen2",
         "Qwen1.5, Qwen2, Qwen2.5, QwQ, R1 distillations",
         {**FIVE_HEADS, "use_sliding_window": True, "sliding_window": 9, "max_window_layers": 1, "tie_word_embeddings": True},
+        seed=2,
     ),
-    "qwen3": Family("Qwen3ForCausalLM", "qwen3", "Qwen3 (dense)", {**NINE_HEADS, "head_dim": 10}),
+    "qwen3": Family(
+        "Qwen3ForCausalLM",
+        "qwen3",
+        "Qwen3 (dense)",
+        {**NINE_HEADS, "head_dim": 10},
+        seed=3,
+    ),
     "granite": Family(
         "GraniteForCausalLM",
         "granite",
@@ -68,6 +83,7 @@ FAMILIES: dict[str, Family] = {
             "residual_multiplier": 0.5,
             "logits_scaling": 0.5,
         },
+        seed=3,
     ),
     "solar": Family(
         "SolarForCausalLM",
@@ -85,7 +101,12 @@ FAMILIES: dict[str, Family] = {
         },
     ),
     "gemma": Family(
-        "GemmaForCausalLM", "gemma", "Gemma 1, CodeGemma", {**FIVE_HEADS, "head_dim": 12, "tie_word_embeddings": True}, norm_center=0.0
+        "GemmaForCausalLM",
+        "gemma",
+        "Gemma 1, CodeGemma",
+        {**FIVE_HEADS, "head_dim": 12},
+        norm_center=0.0,
+        seed=2,
     ),
     "gemma2": Family(
         "Gemma2ForCausalLM",
@@ -112,7 +133,6 @@ FAMILIES: dict[str, Family] = {
             "sliding_window": 9,
             "query_pre_attn_scalar": 7,
             "layer_types": ["sliding_attention", "full_attention"],
-            "tie_word_embeddings": True,
         },
         norm_center=0.0,
     ),
@@ -128,6 +148,7 @@ FAMILIES: dict[str, Family] = {
         "gpt_neox",
         "RedPajama-INCITE 3B: attention, then MLP",
         {**NEOX, "rotary_pct": 1.0, "use_parallel_residual": False},
+        seed=1,
     ),
     "opt": Family("OPTForCausalLM", "opt", "OPT, Galactica", {**OPT, "max_position_embeddings": 128}),
     "opt_post_norm": Family(
@@ -217,7 +238,7 @@ def random_model(config: PretrainedConfig, norm_center: float = 1.0, seed: int =
 
 def save_family(family: Family, folder: Path) -> Saved:
     base = folder / "base"
-    random_model(config_of(family), family.norm_center).save_pretrained(base)
+    random_model(config_of(family), family.norm_center, family.seed).save_pretrained(base)
     return Saved(base, {name: save_adapter(base, folder / name, adapter) for name, adapter in ADAPTERS.items()})
 
 

@@ -54,7 +54,7 @@ def logits_of(conductor: Conductor, prompt: list[int]) -> torch.Tensor:
     """Of the last token, from one whole prefill."""
     runner = conductor.runner
     seen: list[torch.Tensor] = []
-    handle = runner._model.register_forward_hook(lambda module, args, out: seen.append(out))
+    handle = runner._model.lm_head.register_forward_hook(lambda module, args, out: seen.append(out))
     conductor.step([Row(0, len(prompt), conductor.blocks(0, 0, len(prompt)), True)], [Admission(0, prompt, [], 0, [], Sampling())])
     handle.remove()
     return seen[0][0]

@@ -8,8 +8,8 @@ import pytest
 from loray.models.parallel import Parallel
 from loray.models.shards import cut, cut_heads
 from tests.models.conductor import Output
-from tests.models.rank_jobs import PAGES, Answers, Case, do_everything, play
-from tests.models.rank_processes import run_ranks
+from tests.models.rank_jobs import PAGES, Answers, Case, do_everything, play, sum_or_fail
+from tests.models.rank_processes import RankError, RankGroup, run_ranks
 from tests.models.tiny_llama import save_adapter, save_llama
 
 MODELS: dict[str, dict[str, Any]] = {
@@ -53,6 +53,18 @@ def test_collectives_join_uneven_parts(answers: list[Answers]) -> None:
         assert answer.gathered == [list(range(7)), list(range(7, 14)), list(range(14, 21))]
 
 
+def test_a_group_takes_job_after_job_also_after_one_that_failed() -> None:
+    group = RankGroup(2)
+    try:
+        assert group.run(sum_or_fail, 1.0) == [2.0, 2.0]
+        assert group.run(sum_or_fail, 2.0) == [4.0, 4.0]
+        with pytest.raises(RankError, match=r"rank 1: (.|\n)*this rank cannot"):
+            group.run(sum_or_fail, -1.0)
+        assert group.run(sum_or_fail, 3.0) == [6.0, 6.0]
+    finally:
+        group.close()
+
+
 @pytest.mark.parametrize("total", [1, 7, 8, 49152, 101])
 @pytest.mark.parametrize("world_size", [1, 2, 3, 8])
 def test_cuts_cover_everything_once(total: int, world_size: int) -> None:
@@ -65,7 +77,7 @@ def test_cuts_cover_everything_once(total: int, world_size: int) -> None:
 def test_head_cuts_cover_every_head_once_and_keep_it_with_its_key_head(num_heads: int, num_kv_heads: int) -> None:
     group_size = num_heads // num_kv_heads
     for world_size in range(1, num_heads + 1):
-        heads = []
+        heads: list[int] = []
         for rank in range(world_size):
             shard = cut_heads(num_heads, num_kv_heads, rank, world_size)
             assert shard.query.size > 0 and shard.query.size % shard.kv.size == 0

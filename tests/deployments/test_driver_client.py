@@ -1,0 +1,133 @@
+"""The way to the drivers, over the real token channel; in place of Serve's handle stands a script of what replicas do."""
+
+import asyncio
+import tracemalloc
+from collections.abc import Generator, Sequence
+from typing import Any
+
+import msgspec
+import pytest
+from ray.exceptions import ActorDiedError
+
+from loray.cluster.channel import Address
+from loray.deployments.driver_client import MAX_LOSSES, DriverClient
+from loray.deployments.errors import Incomplete
+from loray.deployments.request import GenerationRequest, TokenEvent
+from loray.deployments.token_channel import TokenSender
+from loray.models.step import Sampling
+from tests.deployments.scripted_backend import run
+
+Play = Sequence[dict[str, Any]]  # one replica's events; after one that is not the last the replica dies
+ACCEPTED: dict[str, Any] = {}
+EMBEDDED: dict[str, Any] = {"finish_reason": "embedding", "embedding": [0.5, -1.0]}
+
+
+class Driver:
+    """Each submitted request meets the next replica of the script."""
+
+    def __init__(self, plays: Sequence[Play]) -> None:
+        self.plays = iter(plays)
+        self.requests: list[GenerationRequest] = []
+        self.sender = TokenSender()
+        self.delivered = asyncio.Event()
+
+    @property
+    def submit(self) -> "Driver":
+        return self
+
+    def remote(self, request: bytes, endpoint: str, public_key: bytes) -> "Response":
+        self.requests.append(msgspec.msgpack.decode(request, type=GenerationRequest))
+        return Response(asyncio.create_task(self._play(self.requests[-1].request_id, Address(endpoint, public_key))))
+
+    async def _play(self, request_id: str, reply: Address) -> None:
+        event = TokenEvent(request_id)
+        for fields in next(self.plays):
+            event = TokenEvent(request_id, **fields)
+            self.delivered.clear()
+            self.sender.send([(reply, event)])
+            await self.delivered.wait()  # what a dying replica sent last may be lost; the tests count on it
+        if not event.is_last:
+            raise ActorDiedError()
+
+
+class Response:
+    def __init__(self, call: asyncio.Task[None]) -> None:
+        self._call = call
+
+    def __await__(self) -> Generator[Any, None, None]:
+        return self._call.__await__()
+
+    def cancel(self) -> None:
+        self._call.cancel()
+
+
+class Client(DriverClient):
+    """Tells the driver of the test what has arrived."""
+
+    def __init__(self, driver: Driver) -> None:
+        super().__init__(driver)  # type: ignore[arg-type]
+        self._delivered = driver.delivered
+
+    def _deliver(self, event: TokenEvent) -> None:
+        super()._deliver(event)
+        self._delivered.set()
+
+
+def request(pooling: Any = "", max_new_tokens: int = 8) -> GenerationRequest:
+    return GenerationRequest(request_id="r", prompt_ids=[5, 6], max_new_tokens=max_new_tokens, sampling=Sampling(), pooling=pooling)
+
+
+def collect(driver: Driver, wanted: GenerationRequest) -> list[TokenEvent]:
+    async def events() -> list[TokenEvent]:
+        return [event async for event in Client(driver).generate(wanted)]
+
+    return run(events())
+
+
+def tokens(*token_ids: int, finish_reason: str = "") -> dict[str, Any]:
+    return {"token_ids": list(token_ids), "logprobs": [-0.5] * len(token_ids), "finish_reason": finish_reason}
+
+
+def test_an_embedding_comes_through() -> None:
+    accepted, last = collect(Driver([[ACCEPTED, EMBEDDED]]), request("mean"))
+    assert (accepted.embedding, last.embedding, last.finish_reason) == ([], [0.5, -1.0], "embedding")
+
+
+def test_an_embedding_whose_replica_is_lost_is_made_by_another() -> None:
+    driver = Driver([[ACCEPTED], [ACCEPTED, EMBEDDED]])
+    assert [event.embedding for event in collect(driver, request("mean"))] == [[], [0.5, -1.0]]
+    assert [(sent.prompt_ids, sent.pooling, sent.output_ids) for sent in driver.requests] == [([5, 6], "mean", [])] * 2
+    assert len({sent.request_id for sent in driver.requests}) == 2
+
+
+def test_a_generation_goes_on_at_another_replica_after_the_tokens_it_had() -> None:
+    driver = Driver([[ACCEPTED, tokens(1), tokens(2, 3)], [ACCEPTED, tokens(4), tokens(7, finish_reason="length")]])
+    assert [event.token_ids for event in collect(driver, request())] == [[], [1], [2, 3], [4], [7]]
+    assert [sent.output_ids for sent in driver.requests] == [[], [1, 2, 3]]
+
+
+def test_replicas_that_are_lost_without_a_result_are_an_error() -> None:
+    with pytest.raises(Incomplete, match="lost"):
+        collect(Driver([[ACCEPTED]] * MAX_LOSSES), request("mean"))
+
+
+def test_a_token_costs_no_copy_of_those_before_it() -> None:
+    """Memory that one more token takes, when there are many: a copy would be of 8 bytes for each of them."""
+    num_before = 200_000
+    many = tokens(*([1] * num_before))
+    driver = Driver([[ACCEPTED, many, tokens(2), tokens(3), tokens(4, finish_reason="length")]])
+
+    async def peak() -> int:
+        before, peaks = 0, []
+        async for event in Client(driver).generate(request(max_new_tokens=num_before + 3)):
+            if event.token_ids in ([3], [4]):
+                peaks.append(tracemalloc.get_traced_memory()[1] - before)
+            before = tracemalloc.get_traced_memory()[0]
+            tracemalloc.reset_peak()
+        return max(peaks)
+
+    tracemalloc.start()
+    try:
+        assert run(peak()) < num_before
+    finally:
+        tracemalloc.stop()
