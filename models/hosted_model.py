@@ -131,16 +131,15 @@ def _load(folder: Path, device: torch.device, dtype: torch.dtype, options: Hoste
             raise ValueError(f"model.quantization bitsandbytes-8bit needs a GPU, and this rank runs on {device.type}")
         if importlib.util.find_spec("bitsandbytes") is None:
             raise ValueError("model.quantization bitsandbytes-8bit needs the package bitsandbytes: install loray with the extra `bnb`")
-        settings["quantization_config"] = BitsAndBytesConfig(load_in_8bit=True)
-    if device.type == "cuda":
-        settings["device_map"] = {"": device}
+        settings |= {"quantization_config": BitsAndBytesConfig(load_in_8bit=True), "device_map": {"": device}}  # it moves itself
     model, found = AutoModelForCausalLM.from_pretrained(folder, **settings)
     for kind in ("missing_keys", "unexpected_keys", "mismatched_keys"):
         if found[kind]:
             names = sorted(str(name) for name in found[kind])
             more = f" and {len(names) - MAX_NAMED} more" if len(names) > MAX_NAMED else ""
             raise WeightsError(f"{folder.name}: {kind.removesuffix('_keys')} tensors: {', '.join(names[:MAX_NAMED])}{more}")
-    return model.eval().requires_grad_(False)
+    placed = model if options.quantization else model.to(device)
+    return placed.eval().requires_grad_(False)
 
 
 def _tokenizer(folder: Path, options: HostedOptions) -> PreTrainedTokenizerBase | None:

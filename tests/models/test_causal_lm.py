@@ -53,8 +53,8 @@ WAYS = {"whole": {}, "chunked": {"chunk": 3}, "staggered": {"chunk": 5, "stagger
 
 
 class HostedConductor(Conductor):
-    def __init__(self, folder: Path) -> None:
-        self.runner = CausalLMRunner(folder, torch.device("cpu"), torch.float32, 16, 100, BLOCK_SIZE)
+    def __init__(self, folder: Path, device: str = "cpu", dtype: torch.dtype = torch.float32) -> None:
+        self.runner = CausalLMRunner(folder, torch.device(device), dtype, 16, 100, BLOCK_SIZE)
         self.report = self.runner.report(0.5)
         self.max_blocks = -(-101 // BLOCK_SIZE)
         self.runner.allocate(16 * self.max_blocks, num_pages=8)

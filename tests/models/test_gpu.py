@@ -5,12 +5,14 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from transformers import AutoConfig
 
 from loray.kernels.noise import gumbel_noise
 from loray.models.sampler import noise_keys
 from loray.models.step import Sampling
 from tests.models.conductor import Conductor, Request, prompt_of
-from tests.models.families import FAMILIES, save_family
+from tests.models.families import FAMILIES, Adapter, random_model, save_adapter, save_family
+from tests.models.test_causal_lm import MODELS, HostedConductor
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA GPU")]
 PAGES = {4: [9], 12: [7, 3], 64: [20, 21, 22, 10, 24, 25, 27, 26]}
@@ -70,3 +72,20 @@ def test_every_family_gives_the_tokens_of_the_cpu_in_float32(tmp_path: Path, nam
     for expected, found in zip(*outputs, strict=True):
         assert found.token_ids == expected.token_ids
         assert found.logprobs == pytest.approx(expected.logprobs, abs=1e-3)
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_what_transformers_runs_gives_the_tokens_of_the_cpu_in_float32_and_finite_ones_in_bfloat16(tmp_path: Path, name: str) -> None:
+    model_type, settings = MODELS[name]
+    random_model(AutoConfig.for_model(model_type, **settings)).save_pretrained(tmp_path / "base")
+    adapter = save_adapter(tmp_path / "base", tmp_path / "adapter", Adapter(12))
+    outputs = []
+    for device, dtype in (("cpu", torch.float32), ("cuda", torch.float32), ("cuda", torch.bfloat16)):
+        conductor = HostedConductor(tmp_path / "base", device, dtype)
+        conductor.load(adapter, [5, 2])
+        requests = [Request(prompt_of(3 + 6 * i, seed=i), page_ids) for i, page_ids in enumerate(([], [5, 2], [5, 2], []))]
+        outputs.append(conductor.play(requests, chunk=7, stagger=1))
+    for expected, found, rounded in zip(*outputs, strict=True):
+        assert found.token_ids == expected.token_ids
+        assert found.logprobs == pytest.approx(expected.logprobs, abs=1e-3)
+        assert all(-30 < logprob <= 0 for logprob in rounded.logprobs)
