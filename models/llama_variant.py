@@ -43,7 +43,7 @@ def variant_of(config: PretrainedConfig) -> Variant:
         qkv_bias=bool(getattr(config, "attention_bias", False)),
         o_bias=bool(getattr(config, "attention_bias", False)),
         mlp_bias=bool(getattr(config, "mlp_bias", False)),
-        activation=getattr(config, "hidden_activation", None) or config.hidden_act,
+        activation=getattr(config, "hidden_act", None) or config.hidden_activation,
         score_scale=head_dim_of(config) ** -0.5,
         windows=_windows(config),
         rope_kinds=("",) * config.num_hidden_layers,
@@ -102,6 +102,7 @@ def _gemma(llama: Variant, config: PretrainedConfig) -> Variant:
 def _gemma2(llama: Variant, config: PretrainedConfig) -> Variant:
     return replace(
         _gemma(llama, config),
+        activation=config.hidden_activation,
         has_post_norms=True,
         score_scale=config.query_pre_attn_scalar**-0.5,
         score_cap=config.attn_logit_softcapping or 0.0,
@@ -110,7 +111,8 @@ def _gemma2(llama: Variant, config: PretrainedConfig) -> Variant:
 
 
 def _gemma3(llama: Variant, config: PretrainedConfig) -> Variant:
-    return replace(_gemma2(llama, config), has_qk_norm=True, rope_kinds=tuple(config.layer_types))
+    # transformers reads attn_logit_softcapping here and never applies it
+    return replace(_gemma2(llama, config), has_qk_norm=True, rope_kinds=tuple(config.layer_types), score_cap=0.0)
 
 
 VARIANTS: dict[str, Callable[[Variant, PretrainedConfig], Variant]] = {

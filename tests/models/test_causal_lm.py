@@ -12,6 +12,7 @@ from torch import nn
 from transformers import AutoConfig
 
 from loray.models.causal_lm import CausalLMRunner
+from loray.models.hosted_model import HostedOptions
 from loray.models.step import AdapterLoad, Admission, Row, Sampling, Step
 from tests.models.conductor import BLOCK_SIZE, Conductor, Output, Request, prompt_of
 from tests.models.families import Adapter, base_oracle, random_model, save_adapter
@@ -53,8 +54,8 @@ WAYS = {"whole": {}, "chunked": {"chunk": 3}, "staggered": {"chunk": 5, "stagger
 
 
 class HostedConductor(Conductor):
-    def __init__(self, folder: Path, device: str = "cpu", dtype: torch.dtype = torch.float32) -> None:
-        self.runner = CausalLMRunner(folder, torch.device(device), dtype, 16, 100, BLOCK_SIZE)
+    def __init__(self, folder: Path, device: str = "cpu", dtype: torch.dtype = torch.float32, options: HostedOptions | None = None) -> None:
+        self.runner = CausalLMRunner(folder, torch.device(device), dtype, 16, 100, BLOCK_SIZE, options)
         self.report = self.runner.report(0.5)
         self.max_blocks = -(-101 // BLOCK_SIZE)
         self.runner.allocate(16 * self.max_blocks, num_pages=8)

@@ -8,6 +8,7 @@ import torch
 from transformers import AutoConfig
 
 from loray.kernels.noise import gumbel_noise
+from loray.models.hosted_model import HostedOptions
 from loray.models.sampler import noise_keys
 from loray.models.step import Sampling
 from tests.models.conductor import Conductor, Request, prompt_of
@@ -89,3 +90,21 @@ def test_what_transformers_runs_gives_the_tokens_of_the_cpu_in_float32_and_finit
         assert found.token_ids == expected.token_ids
         assert found.logprobs == pytest.approx(expected.logprobs, abs=1e-3)
         assert all(-30 < logprob <= 0 for logprob in rounded.logprobs)
+
+
+def test_weights_in_eight_bits_stay_near_those_in_sixteen_and_carry_adapters(tmp_path: Path) -> None:
+    pytest.importorskip("bitsandbytes")
+    sizes = {"vocab_size": 101, "hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2, "num_attention_heads": 4}
+    random_model(AutoConfig.for_model("llama", **sizes, initializer_range=0.1)).save_pretrained(tmp_path / "base")
+    adapter = save_adapter(tmp_path / "base", tmp_path / "adapter", Adapter(12))
+    logprobs = []
+    for options in (HostedOptions(), HostedOptions(quantization="bitsandbytes-8bit")):
+        conductor = HostedConductor(tmp_path / "base", "cuda", torch.float16, options)
+        conductor.load(adapter, [5, 2])
+        requests = [Request(prompt_of(12, seed=i), page_ids, num_new=1) for i, page_ids in enumerate(([], [5, 2]))]
+        logprobs.append([output.logprobs[0] for output in conductor.play(requests)])
+        weight_dtypes = {
+            linear.weight.dtype for linear in conductor.runner._hosted.model.model.layers[0].mlp.children() if hasattr(linear, "weight")
+        }
+        assert weight_dtypes == {torch.int8 if options.quantization else torch.float16}
+    assert logprobs[1] == pytest.approx(logprobs[0], abs=0.3)
