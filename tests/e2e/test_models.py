@@ -25,7 +25,6 @@ def bloom(vocab_size: int) -> PretrainedConfig:
 
 SERVED = {  # architecture -> its config, and the ranks that serve it
     "gpt2": (lambda size: config_of(FAMILIES["gpt2"], vocab_size=size), 2),
-    "opt": (lambda size: config_of(FAMILIES["opt_post_norm"], vocab_size=size), 3),
     "bloom": (bloom, 1),
 }
 

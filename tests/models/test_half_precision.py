@@ -13,7 +13,7 @@ from tests.models.families import FAMILIES, Adapter, config_of, random_model, sa
 def test_half_precision_stays_near_float32(tmp_path: Path, name: str) -> None:
     family = FAMILIES[name]
     random_model(config_of(family), family.norm_center).save_pretrained(tmp_path / "base")
-    adapter = save_adapter(tmp_path / "base", tmp_path / "adapter", Adapter(8), family.std)
+    adapter = save_adapter(tmp_path / "base", tmp_path / "adapter", Adapter(8))
     logprobs = {}
     for dtype in (torch.float32, torch.bfloat16, torch.float16):
         conductor = Conductor(tmp_path / "base", dtype=dtype)

@@ -106,7 +106,7 @@ def with_head(tensors: Tensors) -> Tensors:
         ("gpt_neox", {"tie_word_embeddings": True}, lambda tensors: with_neox_buffers(with_head(tensors))),
         ("opt", {}, as_decoder),
         ("opt_post_norm", {}, lambda tensors: with_head(as_decoder(tensors))),
-        ("gemma", {}, with_head),
+        ("gemma", {"tie_word_embeddings": True}, with_head),
         ("qwen2", {}, with_head),
     ],
 )
