@@ -15,7 +15,7 @@ SOURCES := $(FOLDERS) tests $(wildcard benchmarks examples)
 help:  ## list these commands
 	@sed -n 's/^\([a-z]*\):.*## /\1\t/p' $(MAKEFILE_LIST) | expand -t 10
 	@echo
-	@echo "make serve MODEL=<bundled name, folder or Hugging Face id> TP=<ranks> PORT=<port>"
+	@echo "make serve MODEL=<bundled name, folder, GGUF file or Hugging Face id> TP=<ranks> PORT=<port>"
 
 # The recipe is one exec, so that the launcher itself gets the terminal's signals.
 serve: $(STAMP)  ## serve the model of serve_config.yaml here (MODEL= TP= PORT= override it); Ctrl-C ends it

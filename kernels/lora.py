@@ -75,7 +75,7 @@ def add_lora(y: Tensor, x: Tensor, pages: LoraPages, groups: Sequence[LoraGroup]
         x_part = x[group.tokens]
         if group.padding is not None:
             x_part = x_part.index_select(0, group.padding.places)
-        x_part = x_part.view(group.view.num_chunks, -1, x.shape[1])
+        x_part = x_part.view(group.view.num_chunks, len(x_part) // group.view.num_chunks, x.shape[1])
         for y_part, (a, b) in zip(y[group.tokens].split(pages.widths, 1), pages.matrices(group.view), strict=True):
             delta = x_part.bmm(a).bmm(b).flatten(0, 1)
             if group.padding is not None:  # a sum over bags of rows: a third of index_add_'s time, and always in the same order

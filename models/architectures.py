@@ -30,14 +30,26 @@ class UnsupportedModel(ValueError):
 def choose(config: Mapping[str, Any], wanted: Literal["auto"] | Implementation, trust_remote_code: bool) -> Implementation:
     """How a model with this config.json is served, if it can be."""
     names = config.get("architectures") or []
+    names = [names] if isinstance(names, str) else names
     found = ", ".join(names) or "no architecture at all"
     is_native = any(name in NATIVE for name in names)
     if wanted == "native" and not is_native:
         raise UnsupportedModel(f"model.implementation: native does not know {found}, only {', '.join(NATIVE)}")
     if is_native and wanted != "transformers":
+        _check_plain(config)
         return "native"
     _check_transformers(config, names, found, trust_remote_code)
     return "transformers"
+
+
+def _check_plain(config: Mapping[str, Any]) -> None:
+    quantization = config.get("quantization_config")
+    if quantization:
+        method = quantization.get("quant_method") if isinstance(quantization, dict) else quantization
+        raise UnsupportedModel(
+            f"model: its weights are quantised ({method}); serve the original, or set model.implementation: transformers "
+            "where transformers can read them"
+        )
 
 
 def _check_transformers(config: Mapping[str, Any], names: list[str], found: str, trust_remote_code: bool) -> None:

@@ -68,7 +68,8 @@ class GPTNeoXModel(nn.Module):
         self.embed_in = Embedding(config.vocab_size, config.hidden_size, parallel)
         self.layers = nn.ModuleList(GPTNeoXLayer(config, parallel) for _ in range(config.num_hidden_layers))
         self.final_layer_norm = nn.LayerNorm(config.hidden_size, config.layer_norm_eps)
-        self.rotary_emb = RotaryEmbedding(config, config.hidden_size // config.num_attention_heads, max_total_tokens)
+        rotary_dim = int(config.hidden_size // config.num_attention_heads * config.rope_parameters.get("partial_rotary_factor", 1.0))
+        self.rotary_emb = RotaryEmbedding(config, rotary_dim, max_total_tokens)
 
     def forward(self, batch: Batch, kv_caches: Sequence[Tensor]) -> Tensor:
         x = self.embed_in(batch.input_ids)

@@ -156,22 +156,32 @@ class Embedding(nn.Module):
 
 
 class Head(nn.Module):
-    """Hidden states to logits, cut by vocabulary. Tied: its weight is the embedding's."""
+    """Hidden states to logits, cut by vocabulary. Tied: its weight is the embedding's, unless the checkpoint has another for it."""
 
     def __init__(self, vocab_size: int, hidden_size: int, parallel: Parallel, tied_to: Embedding | None) -> None:
         super().__init__()
         self._vocab_size = vocab_size
         self._parallel = parallel
         self._part = cut(vocab_size, parallel.rank, parallel.world_size)
-        self.is_tied = tied_to is not None
+        self._shared = None if tied_to is None else tied_to.weight
         self.weight = nn.Parameter(torch.empty(self._part.size, hidden_size), requires_grad=False) if tied_to is None else tied_to.weight
         self._half: HalfMatrix | None = None
+
+    @property
+    def is_tied(self) -> bool:
+        return self.weight is self._shared
+
+    def untie(self) -> None:
+        """The checkpoint has a tensor for it."""
+        self.weight = nn.Parameter(torch.empty_like(self.weight), requires_grad=False)
 
     def forward(self, hidden: Tensor) -> Tensor:  # [num_samples, hidden_size] -> [num_samples, vocab_size], on every rank
         logits = F.linear(hidden, self.weight) if self._half is None else self._half(hidden)
         return self._parallel.gather_columns(logits, self._vocab_size)
 
     def pack(self) -> None:
+        if self._shared is not None and not self.is_tied and torch.equal(self.weight, self._shared):  # the same once more: keep one
+            self.weight = self._shared
         self._half = pack_half(self.weight)
         if self._half is not None and not self.is_tied:
             self.weight.data = self.weight.new_empty(0)

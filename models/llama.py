@@ -94,10 +94,9 @@ class LlamaModel(nn.Module):
         self.embed_tokens = Embedding(config.vocab_size, config.hidden_size, parallel)
         self.layers = nn.ModuleList(layer(config, variant, parallel, window) for window in variant.windows)
         self.norm = rms_norm(config, variant)
-        kinds = sorted(set(variant.rope_kinds))
-        self.rotary_embs = nn.ModuleDict(
-            {f"rope_{kind}": RotaryEmbedding(config, head_dim_of(config), max_total_tokens, kind) for kind in kinds}
-        )
+        rotary_dim = int(head_dim_of(config) * variant.rotary_share)
+        ropes = {f"rope_{kind}": RotaryEmbedding(config, rotary_dim, max_total_tokens, kind) for kind in sorted(set(variant.rope_kinds))}
+        self.rotary_embs = nn.ModuleDict(ropes)
         self._variant = variant
 
     def forward(self, batch: Batch, kv_caches: Sequence[Tensor]) -> Tensor:

@@ -17,6 +17,7 @@ from loray.models.linear import Weight
 from loray.models.model_folder import WEIGHTS, weight_files
 
 logger = logging.getLogger("loray.loader")
+DTYPES = ("F64", "F32", "F16", "BF16")
 
 REPORT_S = 5.0  # between two lines of the log, where no terminal shows a bar
 
@@ -40,12 +41,13 @@ def load_weights(model: Decoder, folder: Path) -> int:
     num_bytes = 0
     with ExitStack() as stack:
         tensors = _open_tensors(folder, stack)
+        if _find("lm_head.weight", model, tensors) in tensors and model.lm_head.is_tied:
+            model.lm_head.untie()  # what the checkpoint has wins over what its config says, as in transformers
         layers: list[Layer] = [
             (module, [(_find(weight.name, model, tensors), weight) for weight in weights]) for module, weights in _layers(model)
         ]
         names = {name for _, weights in layers for name, _ in weights}
-        tied = ("lm_head.weight", *model.renamed.values()) if model.lm_head.is_tied else ()
-        _check_names(folder, names, set(tensors), (*model.ignored_tensors, *tied))
+        _check_names(folder, names, set(tensors), model.ignored_tensors)
         for module, weights in _with_progress(layers):
             for name, weight in weights:
                 num_bytes += _read(folder, name, weight, tensors[name])
@@ -79,6 +81,10 @@ def _read(folder: Path, name: str, weight: Weight, file: Any) -> int:
     part = file.get_slice(name)
     if tuple(part.get_shape()) != weight.shape:
         raise WeightsError(f"{folder.name}: {name} has shape {tuple(part.get_shape())}, the model needs {weight.shape}")
+    if part.get_dtype() not in DTYPES:
+        raise WeightsError(
+            f"{folder.name}: {name} has dtype {part.get_dtype()}; only {', '.join(DTYPES)} are read: quantised weights are not"
+        )
     values = part[weight.part]  # of the mapped file, only these pages are read
     weight.out.copy_(values)
     return int(values.nbytes)

@@ -14,13 +14,15 @@ from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 
 class RotaryEmbedding(nn.Module):
-    """`layer_kind` picks one of several sets of parameters in the config; "" where there is only one."""
+    """`layer_kind` picks one of several sets of parameters in the config; "" where there is only one.
+
+    Kinds other than the default read the size of the rotated part from the config."""
 
     inv_freq: Tensor  # [rotary_dim / 2] float32
 
-    def __init__(self, config: PretrainedConfig, head_dim: int, max_total_tokens: int, layer_kind: str = "") -> None:
+    def __init__(self, config: PretrainedConfig, rotary_dim: int, max_total_tokens: int, layer_kind: str = "") -> None:
         super().__init__()
-        inv_freq, self.scaling = _frequencies(config, head_dim, max_total_tokens, layer_kind)
+        inv_freq, self.scaling = _frequencies(config, rotary_dim, max_total_tokens, layer_kind)
         self.register_buffer("inv_freq", inv_freq.to(torch.get_default_device(), torch.float32), persistent=False)
         self.dtype = torch.get_default_dtype()
 
@@ -31,12 +33,11 @@ class RotaryEmbedding(nn.Module):
         return torch.cat((cos, cos), -1).to(self.dtype), torch.cat((-sin, sin), -1).to(self.dtype)
 
 
-def _frequencies(config: PretrainedConfig, head_dim: int, max_total_tokens: int, layer_kind: str) -> tuple[Tensor, float]:
+def _frequencies(config: PretrainedConfig, rotary_dim: int, max_total_tokens: int, layer_kind: str) -> tuple[Tensor, float]:
     parameters = config.rope_parameters[layer_kind] if layer_kind else config.rope_parameters
     kind = parameters["rope_type"]
     with torch.device("cpu"):
         if kind == "default":
-            rotary_dim = int(head_dim * parameters.get("partial_rotary_factor", 1.0))
             exponents = torch.arange(0, rotary_dim, 2, dtype=torch.float32) / rotary_dim
             return 1.0 / (parameters["rope_theta"] ** exponents), 1.0
         if kind not in ROPE_INIT_FUNCTIONS:

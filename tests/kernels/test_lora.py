@@ -64,6 +64,14 @@ def test_adapters_share_a_product_where_their_ranks_lie_at_equal_distances(mix: 
     assert [group.view for group in groups_of(MIXES[mix])] == views
 
 
+def test_a_rank_without_inputs_adds_nothing() -> None:
+    """A layer with fewer inputs than ranks leaves some ranks none."""
+    rows: Rows = [(1, ((0, 8),)), (3, ((8, 16),))]
+    y = torch.ones(4, 3)
+    add_lora(y, torch.empty(4, 0), LoraPages(torch.empty(1, 48, 0), torch.ones(48, 3), [3]), groups_of(rows))
+    assert y.eq(1).all()
+
+
 def test_kept_views_see_what_is_loaded_later_and_stay_few() -> None:
     pages = LoraPages(torch.zeros(1, 8 * 300, 4), torch.zeros(8 * 300, 3), [3])
     x, y, groups = torch.ones(1, 4), torch.zeros(1, 3), groups_of([(1, ((8, 16),))])

@@ -1,12 +1,14 @@
-"""Every family in the half-precision dtypes that a GPU serves: near float32, with and without an adapter."""
+"""Every family in the half-precision dtypes that a GPU serves, and from checkpoints in float16, which a CPU keeps so."""
 
 from pathlib import Path
 
 import pytest
 import torch
 
+from loray.kernels.half_linear import HAS_FBGEMM
 from tests.models.conductor import Conductor, Request, prompt_of
-from tests.models.families import FAMILIES, Adapter, config_of, random_model, save_adapter
+from tests.models.families import FAMILIES, Adapter, base_oracle, config_of, random_model, save_adapter
+from tests.models.tiny_llama import oracle_generate
 
 
 @pytest.mark.parametrize("name", FAMILIES)
@@ -22,3 +24,18 @@ def test_half_precision_stays_near_float32(tmp_path: Path, name: str) -> None:
         logprobs[dtype] = [output.logprobs[0] for output in conductor.play(requests, chunk=7, stagger=1)]
     assert logprobs[torch.bfloat16] == pytest.approx(logprobs[torch.float32], abs=0.1)
     assert logprobs[torch.float16] == pytest.approx(logprobs[torch.float32], abs=0.02)
+
+
+@pytest.mark.parametrize("is_tied", [False, True])
+@pytest.mark.parametrize("name", FAMILIES)
+def test_a_float16_checkpoint_is_served_in_float32_with_transformers_numbers(tmp_path: Path, name: str, is_tied: bool) -> None:
+    family = FAMILIES[name]
+    random_model(config_of(family, tie_word_embeddings=is_tied), family.norm_center, family.seed).half().save_pretrained(tmp_path)
+    prompt = prompt_of(20)
+    conductor = Conductor(tmp_path)
+    tokens, logprobs = oracle_generate(base_oracle(tmp_path), prompt)
+    output = conductor.generate(prompt)
+    assert output.token_ids == tokens
+    assert output.logprobs == pytest.approx(logprobs, abs=1e-4)
+    linear = next(iter(conductor.runner._lora._linears.values()))
+    assert linear.weight.numel() == (0 if HAS_FBGEMM else linear.in_size * linear.out_size)

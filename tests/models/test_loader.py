@@ -35,12 +35,32 @@ def test_names_without_the_model_prefix_are_read(tmp_path: Path) -> None:
     assert Conductor(folder).generate(prompt_of(9)).token_ids == expected
 
 
-def test_a_tied_head_and_rotary_buffers_may_be_in_the_checkpoint(tmp_path: Path) -> None:
+def test_a_copy_of_the_tied_head_and_rotary_buffers_may_be_in_the_checkpoint(tmp_path: Path) -> None:
     folder = save_llama(tmp_path, tie_word_embeddings=True)
     expected = oracle_generate(oracle(folder), prompt_of(9))[0]
-    extra = {"lm_head.weight": torch.zeros(101, 48), "model.layers.0.self_attn.rotary_emb.inv_freq": torch.zeros(4)}
-    rewrite(folder, lambda tensors: tensors | extra)
+    buffer = {"model.layers.0.self_attn.rotary_emb.inv_freq": torch.zeros(4)}
+    rewrite(folder, lambda tensors: tensors | buffer | {"lm_head.weight": tensors["model.embed_tokens.weight"].clone()})
+    conductor = Conductor(folder)
+    assert conductor.generate(prompt_of(9)).token_ids == expected
+    assert conductor.runner._model.lm_head.is_tied
+
+
+def test_a_head_of_its_own_wins_over_a_config_that_says_tied(tmp_path: Path) -> None:
+    folder = save_llama(tmp_path, tie_word_embeddings=True)
+    tied = oracle_generate(oracle(folder), prompt_of(9))[0]
+    rewrite(folder, lambda tensors: tensors | {"lm_head.weight": tensors["model.embed_tokens.weight"].flip(0).contiguous()})
+    expected = oracle_generate(oracle(folder), prompt_of(9))[0]
+    assert expected != tied
     assert Conductor(folder).generate(prompt_of(9)).token_ids == expected
+
+
+@pytest.mark.parametrize("dtype", [torch.int8, torch.int64, torch.float8_e4m3fn])
+def test_weights_that_are_no_plain_numbers_are_refused_by_name_and_dtype(tmp_path: Path, dtype: torch.dtype) -> None:
+    folder = save_llama(tmp_path)
+    name = "model.layers.1.mlp.up_proj.weight"
+    rewrite(folder, lambda tensors: tensors | {name: tensors[name].to(dtype)})
+    with pytest.raises(WeightsError, match=f"{name} has dtype"):
+        Conductor(folder)
 
 
 @pytest.mark.parametrize(
