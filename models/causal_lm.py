@@ -4,7 +4,6 @@ Block ids are the driver's accounting here: keys and values lie in padded batche
 """
 
 import time
-from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
@@ -13,16 +12,16 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from loray.models.device_memory import free_bytes
-from loray.models.hosted_model import HostedModel, HostedOptions
+from loray.models.hosted_model import Compute, HostedModel, HostedOptions
 from loray.models.lora import LoraPool
 from loray.models.lora_groups import lora_groups, sort_key
 from loray.models.padded_batch import PaddedBatch
+from loray.models.planner import SMALLEST_CONTEXT
 from loray.models.sampler import sample
 from loray.models.slots import Slots
 from loray.models.step import Admission, LoadReport, Pooling, Row, Step, StepResult
 
 Ints = NDArray[np.int64]
-Compute = Callable[[list[int], Tensor, Tensor, PaddedBatch | None], tuple[Tensor, PaddedBatch]]  # a forward of HostedModel
 
 
 class CausalLMRunner:
@@ -68,7 +67,8 @@ class CausalLMRunner:
 
     @torch.inference_mode()
     def allocate(self, num_blocks: int, num_pages: int) -> None:
-        """Padded batches grow as they need, within what the driver's blocks stand for, padding aside."""
+        """Padded batches grow as they need. Between steps a row of n tokens holds less than 2n columns, or at most 256 where n is less:
+        at worst twice what the driver's blocks stand for, beyond those 256. A forward holds what it extends twice, old and new."""
         self._lora.allocate(num_pages)
 
     @torch.inference_mode()
@@ -134,13 +134,14 @@ class CausalLMRunner:
         return taken.filter([taken.slots.index(slot) for slot in slots])
 
     def _groups(self, rows: list[Row]) -> list[list[Row]]:
-        """Rows of one padded forward. A row's tokens must be neighbours in it, so rows with a past need equally many new ones; first
-        chunks share a forward when about as long. Within a group ordered by adapter."""
-        groups: dict[tuple[bool, bool, int], list[Row]] = {}
+        """Rows of one padded forward, whose contexts round to the same power of two, and who rest together after it. A row's tokens must
+        be neighbours in it, so rows with a past need equally many new ones. Within a group ordered by adapter."""
+        groups: dict[tuple[bool, int, int], list[Row]] = {}
         for row in rows:
-            is_first = not self._slots.num_computed[row.slot]
-            size = (row.num_tokens - 1).bit_length() if is_first else row.num_tokens
-            groups.setdefault((self._pooling[row.slot] != "", is_first, size), []).append(row)
+            num_computed = int(self._slots.num_computed[row.slot])
+            smallest = SMALLEST_CONTEXT if num_computed else 1  # the padding of a first chunk is computed too
+            context = (max(num_computed + row.num_tokens, smallest) - 1).bit_length()
+            groups.setdefault((self._pooling[row.slot] != "", row.num_tokens if num_computed else 0, context), []).append(row)
         return [sorted(group, key=lambda row: (sort_key(self._slots.runs[row.slot]), row.slot)) for group in groups.values()]
 
     def _forward(self, group: list[Row], compute: Compute) -> tuple[Tensor, Tensor]:

@@ -1,6 +1,7 @@
 """LoRA for the linears of a model that transformers runs: a part of each that adds to its output. The linear itself stays as it is."""
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -49,23 +50,39 @@ class HostedLinear(nn.Module):
 
 
 class SeenTokens:
-    """Which linears a forward gives all of its tokens, in their order. One that sees some of them, as experts do, cannot carry LoRA."""
+    """Which linears every watched forward gives all of its tokens, in their order. Others, as experts and heads, cannot carry LoRA."""
 
     def __init__(self, model: nn.Module, head: nn.Module | None) -> None:
         linears = {path: module for path, module in model.named_modules() if _is_linear(module) and module is not head}
+        # By name too: in a small forward an expert may by chance see every token.
         self._linears: Mapping[str, nn.Module] = {path: module for path, module in linears.items() if ".experts." not in path}
-        self._shapes: dict[str, set[tuple[int, ...]]] = {path: set() for path in self._linears}
+        self._able = set(self._linears)
         self._handles = [module.register_forward_hook(self._hook(path)) for path, module in self._linears.items()]
+        self._whole: set[tuple[int, ...]] = set()  # shapes of all tokens of the forward in progress
+        self._seen: dict[str, bool] = {}  # path -> whether each call of it in this forward was given them all
+
+    @contextmanager
+    def watch(self, num_rows: int, length: int) -> Iterator[None]:
+        """One forward."""
+        self._whole, self._seen = {(num_rows, length), (num_rows * length,)}, {}
+        yield
+        self._able &= {path for path, is_whole in self._seen.items() if is_whole}
 
     def _hook(self, path: str) -> Any:
-        return lambda _linear, inputs, _output: self._shapes[path].add(tuple(inputs[0].shape[:-1]) if inputs else ())
+        def look(linear: nn.Module, inputs: tuple[Any, ...], output: Any) -> None:
+            is_whole = False
+            if inputs and isinstance(output, Tensor):  # a router that is a linear answers with more
+                tokens, in_size = tuple(inputs[0].shape[:-1]), inputs[0].shape[-1]
+                is_whole = tokens in self._whole and (in_size, tuple(output.shape)) == (_sizes(linear)[0], (*tokens, _sizes(linear)[1]))
+            self._seen[path] = self._seen.get(path, True) and is_whole
 
-    def close(self, num_rows: int, length: int) -> list[nn.Module]:
-        """The linears that saw, at each call of the forward, every token of every row."""
+        return look
+
+    def close(self) -> list[nn.Module]:
+        """The linears that saw, at each call in each watched forward, every token of every row."""
         for handle in self._handles:
             handle.remove()
-        whole = {(num_rows, length), (num_rows * length,)}
-        return [self._linears[path] for path, shapes in self._shapes.items() if shapes and shapes <= whole]
+        return [linear for path, linear in self._linears.items() if path in self._able]
 
 
 def host_lora(linears: Iterable[nn.Module], dtype: torch.dtype, rows: ForwardRows) -> None:

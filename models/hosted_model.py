@@ -1,9 +1,12 @@
 """A causal language model that transformers runs: loaded, tried once, then called on padded batches. Knows no slots, steps or sampling."""
 
 import importlib.util
-from collections.abc import Sequence
+import logging
+import time
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from inspect import signature
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +27,17 @@ from loray.models.hosted_linear import ForwardRows, SeenTokens, host_lora
 from loray.models.loader import WeightsError
 from loray.models.padded_batch import PaddedBatch
 
-TRIAL_MASK = torch.tensor([[False, False, True, True, True], [True, True, True, True, True]])
+logger = logging.getLogger("loray.loader")
+
+# The trial: two rows of random tokens, the first padded. Computed together: a first piece, a chunk, a single token; then each row goes on
+# alone, by which the first has lost its padding.
+TRIAL_PADDING = 16
+TRIAL_ENDS = (19, 21, 22, 23, 24)  # columns of the pieces
+TRIAL_TOGETHER = 22  # columns, in which the rows are together
+# A row's logits may be this far (root mean square) from those of the plain model, in units of their standard deviation.
+MAX_DISTANCE = {torch.float32: 1e-3}
+MAX_HALF_DISTANCE = 0.1  # rounding alone; and a router may turn to another expert, hence one piece of a row may be further off
+Compute = Callable[[Sequence[int], Tensor, Tensor, PaddedBatch | None], tuple[Tensor, PaddedBatch]]  # a forward of HostedModel
 MAX_NAMED = 5  # tensors in an error message
 
 
@@ -36,18 +49,22 @@ class HostedOptions:
 
 class HostedModel:
     def __init__(self, folder: Path, device: torch.device, dtype: torch.dtype, options: HostedOptions) -> None:
+        started = time.perf_counter()
         self._device = device
         self.model = _load(folder, device, dtype, options)
+        num_tensors, num_bytes = len(list(self.model.parameters())), self.model.get_memory_footprint()
+        logger.info("loaded %d tensors, %.2f GB, in %.1f s", num_tensors, num_bytes / 1e9, time.perf_counter() - started)
         self.rows = ForwardRows()
         parameters = signature(self.model.forward).parameters
         if "past_key_values" not in parameters:
             raise ValueError(f"{type(self.model).__name__} does not keep the keys and values of each token: cannot be served")
+        self._body = _body(self.model)
         self._takes_positions = "position_ids" in parameters  # models with ALiBi read distances off the mask instead
         self._last_only = {"logits_to_keep": 1} if "logits_to_keep" in parameters else {}
         self.pad_id = pad_token_id(_tokenizer(folder, options), self.model.config, self.model.get_input_embeddings().weight.shape[0])
         with torch.inference_mode():
             self._makes_tuples = self._is_transposed = False
-            self._try(dtype)
+            self._try(dtype, is_exact=options.quantization is None)
 
     @property
     def attention(self) -> str:
@@ -62,7 +79,7 @@ class HostedModel:
     def hidden(self, slots: Sequence[int], input_ids: Tensor, mask: Tensor, past: PaddedBatch | None) -> tuple[Tensor, PaddedBatch]:
         """What the output head would see, [rows, new columns, hidden_size]."""
         whole_mask = mask if past is None else torch.cat([past.attention_mask, mask], 1)
-        output = self.model.base_model(**self._inputs(input_ids, whole_mask, past))
+        output = self._body(**self._inputs(input_ids, whole_mask, past))
         return output.last_hidden_state, self._batch(slots, whole_mask, output.past_key_values)
 
     def _inputs(self, input_ids: Tensor, mask: Tensor, past: PaddedBatch | None) -> dict[str, Any]:
@@ -92,20 +109,45 @@ class HostedModel:
         layers = past if self._makes_tuples else ((layer.keys, layer.values) for layer in past.layers)
         return PaddedBatch(tuple(slots), mask, tuple((keys, values) for keys, values, *_ in layers), self._is_transposed)
 
-    def _try(self, dtype: torch.dtype) -> None:
-        """Runs two rows, and learns how the model keeps its keys and values, how large they are, and which linears can carry LoRA."""
+    def _try(self, dtype: torch.dtype, is_exact: bool) -> None:
+        """Runs two rows through the calls that will be made, and learns how the model keeps its keys and values, how large they are,
+        and which linears can carry LoRA. Refuses a model whose rows do not get the numbers that they get alone."""
+        input_ids = self._trial_tokens()  # [rows, columns]
+        mask = torch.ones(input_ids.shape, dtype=torch.bool)
+        mask[0, :TRIAL_PADDING] = False
+        self._learn_cache(input_ids, mask)
         seen = SeenTokens(self.model, self.model.get_output_embeddings())
-        num_rows, length = TRIAL_MASK.shape
-        input_ids = torch.zeros(num_rows, length, dtype=torch.long, device=self._device)
-        inputs = self._inputs(input_ids, TRIAL_MASK, None)
-        past = self.model(**{**inputs, "past_key_values": None}).past_key_values
-        host_lora(seen.close(num_rows, length), dtype, self.rows)
+        self._in_pieces(self.hidden, input_ids[:, : TRIAL_ENDS[1]], mask, seen)
+        found = self._in_pieces(self.logits, input_ids, mask, seen)  # [pieces, rows, vocab_size]
+        host_lora(seen.close(), dtype, self.rows)
+        if not is_exact:
+            return
+        columns = torch.tensor(TRIAL_ENDS) - 1
+        plain = [self.model(input_ids=input_ids[1:]).logits[0, columns]]  # no positions, no mask, no past
+        plain.insert(0, self.model(input_ids=input_ids[:1, TRIAL_PADDING:]).logits[0, columns - TRIAL_PADDING])
+        alone = self.logits([0], input_ids[1:], mask[1:], None)[0]  # [1, vocab_size]
+        pairs = [(found[:, 0], plain[0]), (torch.cat([found[:, 1], alone]), torch.cat([plain[1], plain[1][-1:]]))]
+        if not all(_are_near(one, other, dtype) for one, other in pairs):
+            raise ValueError(f"{type(self.model).__name__} gives other numbers in a padded batch than alone: cannot be served")
+
+    def _trial_tokens(self) -> Tensor:
+        """[2, columns] random ids, none of them padding: some models count positions by what is not."""
+        num_embeddings = self.model.get_input_embeddings().weight.shape[0]
+        padding = {self.pad_id, getattr(self.model.config, "pad_token_id", None)}
+        token_ids = [i for i in torch.randperm(num_embeddings, generator=torch.Generator().manual_seed(0)).tolist() if i not in padding]
+        num_needed = 2 * TRIAL_ENDS[-1]
+        input_ids = torch.tensor((token_ids * num_needed)[:num_needed], device=self._device).view(2, -1)
+        input_ids[0, :TRIAL_PADDING] = self.pad_id
+        return input_ids
+
+    def _learn_cache(self, input_ids: Tensor, mask: Tensor) -> None:
+        num_rows, length = input_ids.shape
+        past = self.model(**{**self._inputs(input_ids, mask, None), "past_key_values": None}).past_key_values
         self._makes_tuples = isinstance(past, tuple)
-        if not self._makes_tuples and not _keeps_keys(past):
-            kept = ", ".join(sorted({type(layer).__name__ for layer in getattr(past, "layers", [])})) or "nothing"
-            raise ValueError(f"{type(self.model).__name__} keeps {kept}, not just the keys and values of each token: cannot be served")
+        if not self._makes_tuples and (surplus := _surplus(past)):
+            raise ValueError(f"{type(self.model).__name__} keeps {surplus}, not just the keys and values of each token: cannot be served")
         self._is_transposed = self._makes_tuples and past[0][0].ndim == 3
-        batch = self.logits(range(num_rows), input_ids, TRIAL_MASK, None)[1]
+        batch = self.logits(range(num_rows), input_ids, mask, None)[1]  # past itself may have forgotten what a window hides
         for keys, values in batch.layers:
             found = (keys.shape[-1 if self._is_transposed else -2], values.shape[-2], keys.shape[0] % num_rows, values.shape[0] % num_rows)
             if found != (length, length, 0, 0):
@@ -114,12 +156,51 @@ class HostedModel:
                 )
         self.token_bytes = sum(part.nbytes for layer in batch.layers for part in layer) // (num_rows * length)
 
+    def _in_pieces(self, compute: Compute, input_ids: Tensor, mask: Tensor, seen: SeenTokens) -> Tensor:
+        """What compute answers for the last token of each piece, [pieces, rows, size]."""
+        pasts: list[PaddedBatch | None] = [None]
+        answers = []
+        for start, end in pairwise(end for end in (0, *TRIAL_ENDS) if end <= input_ids.shape[1]):
+            if start == TRIAL_TOGETHER:
+                pasts = [past.filter([row]) for past in pasts if past for row in range(past.num_rows)]
+            parts = []
+            for i, past in enumerate(pasts):
+                rows = past.slots if past else range(len(input_ids))
+                part = slice(rows[0], rows[-1] + 1), slice(start, end)
+                with seen.watch(len(rows), end - start):
+                    answer, pasts[i] = compute(rows, input_ids[part], mask[part], past)
+                parts.append(answer if answer.ndim == 2 else answer[:, -1])
+            answers.append(torch.cat(parts))
+        return torch.stack(answers)
 
-def _keeps_keys(past: Any) -> bool:
+
+def _body(model: PreTrainedModel) -> PreTrainedModel:
+    """The part without the output head; Llama 4 gives it another name than it says."""
+    parts = (model.base_model, *model.children())
+    body = next((part for part in parts if isinstance(part, PreTrainedModel) and part is not model), None)
+    if body is None:
+        raise ValueError(f"{type(model).__name__} has no part that gives hidden states: cannot be served")
+    return body
+
+
+def _are_near(found: Tensor, wanted: Tensor, dtype: torch.dtype) -> bool:
+    """found, wanted: [pieces, vocab_size], of one row."""
+    is_usable = wanted.isfinite()  # some models give tokens that never come minus infinity
+    maximum = MAX_DISTANCE.get(dtype, MAX_HALF_DISTANCE)
+    is_near = [
+        bool((one[usable] - other[usable]).square().mean().sqrt() <= maximum * other[usable].std())
+        for one, other, usable in zip(found.float(), wanted.float(), is_usable, strict=True)
+    ]
+    return all(is_near) if dtype in MAX_DISTANCE else is_near.count(False) <= 1
+
+
+def _surplus(past: Any) -> str:
+    """What a cache keeps besides plain layers of keys and values; "" = nothing."""
     layers = getattr(past, "layers", [])
-    return (
-        type(past) is DynamicCache and len(layers) > 0 and all(type(layer) in (DynamicLayer, DynamicSlidingWindowLayer) for layer in layers)
-    )
+    if not layers:
+        return "nothing" if past is None else f"a cache of type {type(past).__name__}"
+    odd = sorted({type(layer).__name__ for layer in layers} - {DynamicLayer.__name__, DynamicSlidingWindowLayer.__name__})
+    return ", ".join(odd) or ("" if type(past) is DynamicCache else f"a cache of type {type(past).__name__}")
 
 
 def _load(folder: Path, device: torch.device, dtype: torch.dtype, options: HostedOptions) -> PreTrainedModel:

@@ -44,6 +44,20 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
             "sliding_window": 4,
         },
     ),
+    "qwen2_moe": (
+        "qwen2_moe",
+        {
+            **ALIBI,
+            "intermediate_size": 75,
+            "moe_intermediate_size": 32,
+            "shared_expert_intermediate_size": 24,
+            "num_hidden_layers": 2,
+            "num_attention_heads": 10,
+            "num_key_value_heads": 5,
+            "num_experts": 4,
+            "num_experts_per_tok": 2,
+        },
+    ),
     "gpt2": ("gpt2", {"vocab_size": 101, "n_embd": 40, "n_layer": 2, "n_head": 5, "n_positions": 128, "initializer_range": 0.2}),
     "gpt_neox": ("gpt_neox", {**ALIBI, "intermediate_size": 75, "num_hidden_layers": 2, "num_attention_heads": 5, "rotary_pct": 0.25}),
 }
@@ -176,6 +190,13 @@ def test_embeddings_are_the_pooled_last_hidden_states(
     torch.testing.assert_close(torch.tensor(found), torch.stack(wanted), atol=1e-4, rtol=1e-4)
 
 
+def test_an_embedding_given_up_halfway_leaves_nothing_in_the_next_one_of_its_slot(served: Callable[[str], Served]) -> None:
+    hosted = served("bloom").hosted
+    wanted = hosted.embed([prompt_of(6, 6)], "mean")[0]
+    hosted.step([Row(0, 4, [], False)], [Admission(0, prompt_of(9, 9), [], 0, [], Sampling(), "mean")])
+    assert hosted.embed([prompt_of(6, 6)], "mean")[0] == pytest.approx(wanted, abs=1e-5)
+
+
 def test_an_embedding_and_a_generation_share_a_step(served: Callable[[str], Served]) -> None:
     model = served("bloom")
     runner, prompts = model.hosted.runner, {0: prompt_of(5, 5), 1: prompt_of(7, 7), 2: prompt_of(5, 8)}
@@ -240,6 +261,30 @@ def test_a_slot_whose_blocks_went_to_another_gives_its_memory_back(served: Calla
     run(0, 5, [4])  # and lives again, elsewhere
     run(3, 5, [0])  # a block of its former life
     assert held() == {0, 1, 2, 3}
+
+
+def test_short_and_long_requests_together_hold_at_most_twice_their_tokens(served: Callable[[str], Served]) -> None:
+    """Beyond the 256 columns that any row may hold. Slots 2 and 4 grow past a power of two on the way."""
+    model = served("bloom")
+    lengths = [3, 1100, 254, 40, 510, 700, 9]
+    runner = CausalLMRunner(model.base, torch.device("cpu"), torch.float32, 16, 1200, BLOCK_SIZE)
+    runner.allocate(0, 1)
+    tokens = {slot: prompt_of(length, length) for slot, length in enumerate(lengths)}
+    admissions = [Admission(slot, prompt, [], 0, [], Sampling()) for slot, prompt in tokens.items()]
+    for step in range(6):
+        rows = [Row(slot, 1 if step else lengths[slot], [], True) for slot in tokens if step != 4 or slot % 2]  # in one step some rest
+        result = runner.execute(Step(step, [], admissions if step == 0 else [], rows))
+        for row, token_id in zip(rows, result.token_ids, strict=True):
+            tokens[row.slot].append(token_id)
+        num_computed = runner._slots.num_computed
+        for batch in runner._batches:
+            assert all(batch.length <= max(256, 2 * num_computed[slot]) for slot in batch.slots)
+        held = sum(part.untyped_storage().nbytes() for batch in runner._batches for layer in batch.layers for part in layer)
+        assert held <= runner._hosted.token_bytes * sum(max(256, 2 * int(num_computed[slot])) for slot in tokens)
+    assert {len(token_ids) - length for token_ids, length in zip(tokens.values(), lengths, strict=True)} == {5, 6}
+    for slot, length in enumerate(lengths):
+        prompt, new = tokens[slot][:length], tokens[slot][length:]
+        assert new == oracle_generate(model.oracles[""], prompt, len(new))[0], length
 
 
 def test_an_adapter_that_cannot_be_read_fails_alone(served: Callable[[str], Served], tmp_path: Path) -> None:

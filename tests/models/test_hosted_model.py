@@ -7,14 +7,20 @@ from typing import Any
 
 import pytest
 import torch
+from peft import LoraConfig, PeftModel, get_peft_model
 from safetensors.torch import load_file, save_file
+from torch import Tensor, nn
 from transformers import AutoConfig, PretrainedConfig, PreTrainedTokenizerBase, dynamic_module_utils
 
+from loray.kernels.lora import LoraPages
 from loray.models.causal_lm import CausalLMRunner
+from loray.models.hosted_linear import ForwardRows, SeenTokens, host_lora
 from loray.models.hosted_model import HostedModel, HostedOptions, pad_token_id
 from loray.models.loader import WeightsError
+from loray.models.lora_groups import lora_groups, page_runs
+from loray.models.step import AdapterLoad, Admission, Row, Sampling
 from tests.models.conductor import BLOCK_SIZE, Conductor, Request, prompt_of
-from tests.models.families import random_model
+from tests.models.families import base_oracle, random_model
 from tests.models.tiny_llama import oracle_generate
 from tests.models.transposed_model import TransposedConfig, TransposedForCausalLM
 from tests.tiny_tokenizer import tiny_tokenizer
@@ -54,9 +60,9 @@ def transposed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return folder
 
 
-class TrustingConductor(Conductor):
-    def __init__(self, folder: Path) -> None:
-        self.runner = CausalLMRunner(folder, CPU, torch.float32, 16, 100, BLOCK_SIZE, TRUSTED)
+class OptionsConductor(Conductor):
+    def __init__(self, folder: Path, options: HostedOptions | None = None) -> None:
+        self.runner = CausalLMRunner(folder, CPU, torch.float32, 16, 100, BLOCK_SIZE, options)
         self.max_blocks = -(-101 // BLOCK_SIZE)
         self.runner.allocate(0, 1)
         self.step_id = 0
@@ -68,7 +74,7 @@ def test_a_model_with_code_of_its_own_and_transposed_keys_gives_the_tokens_each_
 ) -> None:
     oracle = TransposedForCausalLM.from_pretrained(transposed).eval()
     requests = [Request(prompt_of(length, length)) for length in (5, 1, 12, 12, 19)]
-    outputs = TrustingConductor(transposed).play(requests, chunk, stagger)
+    outputs = OptionsConductor(transposed, TRUSTED).play(requests, chunk, stagger)
     assert [output.token_ids for output in outputs] == [oracle_generate(oracle, request.prompt)[0] for request in requests]
 
 
@@ -178,7 +184,10 @@ def test_models_that_keep_more_than_keys_and_values_are_refused(tmp_path: Path) 
         "num_key_value_heads": 2,
         "layer_types": ["conv", "full_attention"],
     }
-    with pytest.raises(ValueError, match="Lfm2ForCausalLM keeps DynamicLayer, LinearAttentionLayer, not just the keys and values"):
+    moe = {**hybrid, "num_local_experts": 2, "head_dim": 8, "layer_types": ["full_attention", "linear_attention"]}
+    with pytest.raises(ValueError, match="MiniMaxForCausalLM keeps a cache of type MiniMaxCache, not just the keys and values"):
+        load(save(tmp_path / "minimax", "minimax", **moe))
+    with pytest.raises(ValueError, match="Lfm2ForCausalLM keeps LinearAttentionLayer, not just the keys and values"):
         load(save(tmp_path / "lfm2", "lfm2", **hybrid))
 
 
@@ -189,3 +198,100 @@ def test_linears_that_do_not_see_every_token_carry_no_lora(tmp_path: Path) -> No
     runner = CausalLMRunner(folder, CPU, torch.float32, 4, 100)
     paths = set(runner.report(0.5).lora_shapes)
     assert paths == {"transformer.h.0.self_attention.query_key_value", "transformer.h.0.mlp.dense_h_to_4h"}
+
+
+def test_keys_that_are_not_one_for_each_token_are_refused(transposed: Path) -> None:
+    code = transposed / "modeling_transposed.py"
+    code.write_text(code.read_text().replace("presents.append(present)", "presents.append((present[0][:, :, 1:], present[1]))"))
+    with pytest.raises(ValueError, match=r"keeps keys \(6, 8, \d+\) and values \(6, \d+, 8\): cannot be served"):
+        load(transposed, TRUSTED)
+
+
+SIZES: dict[str, Any] = {"vocab_size": 101, "hidden_size": 48, "num_hidden_layers": 2, "num_attention_heads": 6}
+LLAMA = {**SIZES, "initializer_range": 0.2, "intermediate_size": 80, "num_key_value_heads": 2, "max_position_embeddings": 128}
+TOKENS = {"pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2, "cls_token_id": 1, "sep_token_id": 2}
+WITH_OTHER_LINEARS: dict[str, tuple[dict[str, Any], str]] = {  # settings, and the end of such a linear's path
+    "phimoe": ({**LLAMA, "num_local_experts": 4, "num_experts_per_tok": 2}, "mlp.router"),
+    "llama4_text": ({**LLAMA, "head_dim": 8, "num_local_experts": 2, "pad_token_id": 0}, "feed_forward.router"),
+    "modernbert-decoder": ({**LLAMA, **TOKENS, "local_attention": 16}, "lm_head.dense"),
+    "doge": (LLAMA, "self_attn.dt_proj"),
+}
+
+
+@pytest.mark.parametrize("model_type", WITH_OTHER_LINEARS)
+def test_a_linear_that_answers_with_more_or_sees_other_tokens_refuses_lora_and_leaves_the_others_theirs(
+    tmp_path: Path, model_type: str
+) -> None:
+    settings, other = WITH_OTHER_LINEARS[model_type]
+    base = save(tmp_path / "base", model_type, **settings)
+    for name, target in (("good", "q_proj"), ("bad", other)):
+        model = get_peft_model(base_oracle(base), LoraConfig(r=8, target_modules=rf".*{target}", init_lora_weights=False))
+        model.save_pretrained(tmp_path / name)
+    conductor = OptionsConductor(base)
+    conductor.load(tmp_path / "good", [0])
+    oracle = PeftModel.from_pretrained(base_oracle(base), tmp_path / "good").eval()
+    requests = [Request(prompt_of(length, length), [0]) for length in (5, 9)]
+    for request, output in zip(requests, conductor.play(requests, chunk=4), strict=True):
+        assert output.token_ids == oracle_generate(oracle, request.prompt)[0]
+    conductor.step([Row(0, 4, [], True)], [Admission(0, prompt_of(4), [], 0, [0], Sampling(), "mean")])
+    failed = conductor.step(loads=[AdapterLoad(str(tmp_path / "bad"), [0])])[2]
+    assert "the base model has no module" in failed[0] and other in failed[0]
+
+
+BART = {"vocab_size": 101, "d_model": 48, "decoder_layers": 2, "decoder_attention_heads": 6, "decoder_ffn_dim": 80, "init_std": 0.15}
+BERT = {**SIZES, "intermediate_size": 80, "initializer_range": 0.15, "is_decoder": True}
+WITH_OTHER_POSITIONS: dict[str, dict[str, Any]] = {
+    "roberta": {**BERT, "pad_token_id": 0},  # its positions begin after the padding's
+    "bart": {**BART, "is_decoder": True, "is_encoder_decoder": False},  # its positions are columns
+    "roformer": {**BERT, "embedding_size": 48},  # turns keys by columns, which change when a row moves
+}
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("model_type", WITH_OTHER_POSITIONS)
+def test_a_model_that_gives_a_padded_row_other_numbers_is_refused(tmp_path: Path, model_type: str, dtype: torch.dtype) -> None:
+    folder = save(tmp_path, model_type, **WITH_OTHER_POSITIONS[model_type])
+    with pytest.raises(ValueError, match="ForCausalLM gives other numbers in a padded batch than alone: cannot be served"):
+        HostedModel(folder, CPU, dtype, HostedOptions())
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("model_type", ["bloom", "falcon", "mpt", "mixtral"])
+def test_half_precision_is_not_taken_for_other_numbers(tmp_path: Path, model_type: str, dtype: torch.dtype) -> None:
+    names = {"mpt": {"d_model": 48, "n_layers": 2, "n_heads": 6}, "mixtral": {**LLAMA, "num_local_experts": 4}}
+    HostedModel(save(tmp_path, model_type, **{**SIZES, **names.get(model_type, {})}), CPU, dtype, HostedOptions())
+
+
+def test_loading_is_logged(bloom: Path, caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level("INFO", "loray.loader"):
+        num_tensors = len(list(load(bloom).model.parameters()))
+    assert [record.message.partition(", in ")[0] for record in caplog.records] == [f"loaded {num_tensors} tensors, 0.00 GB"]
+
+
+def test_an_expert_that_by_chance_sees_every_token_carries_no_lora() -> None:
+    gate, expert = nn.Linear(4, 4), nn.Linear(4, 4)
+    seen = SeenTokens(nn.ModuleDict({"mlp": nn.ModuleDict({"gate": gate, "experts": nn.ModuleList([expert])})}), None)
+    with seen.watch(2, 3):
+        gate(expert(torch.zeros(2, 3, 4)))
+    assert seen.close() == [gate]
+
+
+class Int8Linear(nn.Linear):
+    """As bitsandbytes has it: int8 weights, and an output in half precision whatever comes in."""
+
+    def __init__(self) -> None:
+        super().__init__(4, 4, bias=False)
+        self.weight = nn.Parameter(torch.eye(4, dtype=torch.int8), requires_grad=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return (x @ self.weight.to(x.dtype)).bfloat16()
+
+
+def test_an_input_of_another_dtype_than_the_pages_gets_its_lora() -> None:
+    linear, rows = Int8Linear(), ForwardRows()
+    host_lora([linear], torch.bfloat16, rows)
+    pages = torch.eye(8, 4, dtype=torch.bfloat16)
+    linear.lora_part.lora = LoraPages(pages[None], 2 * pages, [4])
+    rows.num_tokens, rows.lora_groups = 3, tuple(lora_groups([page_runs([0])], [3], torch.from_numpy))
+    x = torch.arange(12.0).view(1, 3, 4)
+    assert torch.equal(linear(x), 3 * x.bfloat16())
