@@ -1,7 +1,7 @@
 """Refuses a model that can't be served as asked, before anything is started or stopped."""
 
 from loray.deployments.config import ServerArgs
-from loray.models.architectures import Implementation, UnsupportedModel, choose
+from loray.models.architectures import Implementation, UnsupportedModel, architecture_names, choose
 from loray.models.checkpoint import max_tensor_parallel, read_config, resolve_model
 
 
@@ -16,7 +16,7 @@ def check_model(args: ServerArgs, *, verify: bool = False) -> Implementation:
     implementation = choose(config, wanted, args.model.trust_remote_code)
     ranks = args.tensor_parallel_size
     if implementation == "transformers" and ranks > 1:
-        names = ", ".join(config.get("architectures") or [])
+        names = ", ".join(architecture_names(config))
         raise UnsupportedModel(f"tensor_parallel_size: {names} is served through transformers, on one rank only")
     if implementation == "native" and ranks > (heads := max_tensor_parallel(config)):
         raise ValueError(f"tensor_parallel_size: {ranks} is more than this model allows: it has {heads} attention heads")

@@ -21,5 +21,7 @@ def _rank_pools(args: ServerArgs, report: LoadReport) -> tuple[int, int]:
     auto_bytes = int(report.free_bytes * AUTO_GPU_SHARE) if is_gpu else AUTO_CPU_BYTES
     page_bytes = auto_bytes if args.adapters.gpu_bytes == "auto" else int(args.adapters.gpu_bytes)
     block_bytes = report.free_bytes - page_bytes if is_gpu else int(args.kv_cache.cpu_bytes)
+    if is_gpu and not report.has_blocks:  # padded batches hold up to twice what their blocks stand for
+        block_bytes //= 2
     num_pages = page_bytes // report.page_bytes if report.page_bytes else 0  # a model without linears that can carry LoRA
     return block_bytes // report.block_bytes, num_pages

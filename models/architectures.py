@@ -22,15 +22,21 @@ NATIVE = {  # architecture in config.json -> module and class here
     "GPT2LMHeadModel": "gpt2.GPT2LMHeadModel",
 }
 
+SERVED = f"can be served: {', '.join(NATIVE)}, and through transformers others of its AutoModelForCausalLM that keep keys and values"
+
 
 class UnsupportedModel(ValueError):
     """No way to serve this model as asked; the message is one line that says why and what can be served."""
 
 
+def architecture_names(config: Mapping[str, Any]) -> list[str]:
+    names = config.get("architectures") or []
+    return [str(name) for name in (names if isinstance(names, list) else [names])]
+
+
 def choose(config: Mapping[str, Any], wanted: Literal["auto"] | Implementation, trust_remote_code: bool) -> Implementation:
     """How a model with this config.json is served, if it can be."""
-    names = config.get("architectures") or []
-    names = [names] if isinstance(names, str) else names
+    names = architecture_names(config)
     found = ", ".join(names) or "no architecture at all"
     is_native = any(name in NATIVE for name in names)
     if wanted == "native" and not is_native:
@@ -45,7 +51,7 @@ def choose(config: Mapping[str, Any], wanted: Literal["auto"] | Implementation, 
 def _check_plain(config: Mapping[str, Any]) -> None:
     quantization = config.get("quantization_config")
     if quantization:
-        method = quantization.get("quant_method") if isinstance(quantization, dict) else quantization
+        method = quantization.get("quant_method", "no method named") if isinstance(quantization, dict) else quantization
         raise UnsupportedModel(
             f"model: its weights are quantised ({method}); serve the original, or set model.implementation: transformers "
             "where transformers can read them"
@@ -60,10 +66,7 @@ def _check_transformers(config: Mapping[str, Any], names: list[str], found: str,
         if not trust_remote_code:
             raise UnsupportedModel(f"model: {found} comes with code of its own, which runs only with model.trust_remote_code: true")
     elif not known or config.get("is_encoder_decoder") or not _has_key_cache(known[0]):
-        raise UnsupportedModel(
-            f"model: {found} is no causal language model with a key-value cache; can be served: {', '.join(NATIVE)}, "
-            "and through transformers every other such model of its AutoModelForCausalLM"
-        )
+        raise UnsupportedModel(f"model: {found} is no causal language model with a key-value cache; {SERVED}")
 
 
 def _has_key_cache(name: str) -> bool:

@@ -23,6 +23,7 @@ from transformers import (
 )
 from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer
 
+from loray.models.architectures import SERVED
 from loray.models.hosted_linear import ForwardRows, SeenTokens, host_lora
 from loray.models.loader import WeightsError
 from loray.models.padded_batch import PaddedBatch
@@ -57,7 +58,7 @@ class HostedModel:
         self.rows = ForwardRows()
         parameters = signature(self.model.forward).parameters
         if "past_key_values" not in parameters:
-            raise ValueError(f"{type(self.model).__name__} does not keep the keys and values of each token: cannot be served")
+            raise ValueError(f"{type(self.model).__name__} does not keep the keys and values of each token: cannot be served; {SERVED}")
         self._body = _body(self.model)
         self._takes_positions = "position_ids" in parameters  # models with ALiBi read distances off the mask instead
         self._last_only = {"logits_to_keep": 1} if "logits_to_keep" in parameters else {}
@@ -128,7 +129,7 @@ class HostedModel:
         alone = self.logits([0], input_ids[1:], mask[1:], None)[0]  # [1, vocab_size]
         pairs = [(found[:, 0], plain[0]), (torch.cat([found[:, 1], alone]), torch.cat([plain[1], plain[1][-1:]]))]
         if not all(_are_near(one, other, dtype) for one, other in pairs):
-            raise ValueError(f"{type(self.model).__name__} gives other numbers in a padded batch than alone: cannot be served")
+            raise ValueError(f"{type(self.model).__name__} gives other numbers in a padded batch than alone: cannot be served; {SERVED}")
 
     def _trial_tokens(self) -> Tensor:
         """[2, columns] random ids, none of them padding: some models count positions by what is not."""
@@ -145,14 +146,17 @@ class HostedModel:
         past = self.model(**{**self._inputs(input_ids, mask, None), "past_key_values": None}).past_key_values
         self._makes_tuples = isinstance(past, tuple)
         if not self._makes_tuples and (surplus := _surplus(past)):
-            raise ValueError(f"{type(self.model).__name__} keeps {surplus}, not just the keys and values of each token: cannot be served")
+            raise ValueError(
+                f"{type(self.model).__name__} keeps {surplus}, not just the keys and values of each token: cannot be served; {SERVED}"
+            )
         self._is_transposed = self._makes_tuples and past[0][0].ndim == 3
         batch = self.logits(range(num_rows), input_ids, mask, None)[1]  # past itself may have forgotten what a window hides
         for keys, values in batch.layers:
             found = (keys.shape[-1 if self._is_transposed else -2], values.shape[-2], keys.shape[0] % num_rows, values.shape[0] % num_rows)
             if found != (length, length, 0, 0):
                 raise ValueError(
-                    f"{type(self.model).__name__} keeps keys {tuple(keys.shape)} and values {tuple(values.shape)}: cannot be served"
+                    f"{type(self.model).__name__} keeps keys {tuple(keys.shape)} and values {tuple(values.shape)}: "
+                    f"cannot be served; {SERVED}"
                 )
         self.token_bytes = sum(part.nbytes for layer in batch.layers for part in layer) // (num_rows * length)
 
@@ -179,7 +183,7 @@ def _body(model: PreTrainedModel) -> PreTrainedModel:
     parts = (model.base_model, *model.children())
     body = next((part for part in parts if isinstance(part, PreTrainedModel) and part is not model), None)
     if body is None:
-        raise ValueError(f"{type(model).__name__} has no part that gives hidden states: cannot be served")
+        raise ValueError(f"{type(model).__name__} has no part that gives hidden states: cannot be served; {SERVED}")
     return body
 
 

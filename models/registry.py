@@ -5,7 +5,7 @@ from importlib import import_module
 
 from transformers import AutoConfig, PretrainedConfig
 
-from loray.models.architectures import NATIVE
+from loray.models.architectures import NATIVE, architecture_names
 from loray.models.decoder import Decoder
 from loray.models.parallel import Parallel
 from loray.models.solar import SolarConfig
@@ -24,4 +24,5 @@ ARCHITECTURES = {name: _load(place) for name, place in NATIVE.items()}
 
 
 def model_class(config: PretrainedConfig) -> DecoderClass:
-    return next(ARCHITECTURES[name] for name in config.architectures or [] if name in ARCHITECTURES)
+    names = architecture_names({"architectures": config.architectures})
+    return next(ARCHITECTURES[name] for name in names if name in ARCHITECTURES)

@@ -4,13 +4,20 @@ import subprocess
 import sys
 
 import pytest
+from transformers import LlamaConfig
 
 from loray.models.architectures import NATIVE, UnsupportedModel, choose
+from loray.models.registry import ARCHITECTURES, model_class
 
 
 @pytest.mark.parametrize("name", NATIVE)
 def test_an_architecture_with_a_file_is_served_natively(name: str) -> None:
     assert choose({"architectures": [name]}, "auto", False) == "native"
+
+
+def test_a_single_name_need_not_be_a_list() -> None:
+    assert choose({"architectures": "LlamaForCausalLM"}, "auto", False) == "native"
+    assert model_class(LlamaConfig(architectures="LlamaForCausalLM")) is ARCHITECTURES["LlamaForCausalLM"]
 
 
 def test_it_can_be_served_through_transformers_when_asked() -> None:
