@@ -50,9 +50,12 @@ class TokenSender:
             self._close(address)
         return gone
 
+    def close(self) -> None:
+        self.keep(set())
+
     def _close(self, address: Address) -> None:
         sock = self._sockets.pop(address)
-        sock.disable_monitor()
+        sock.disable_monitor()  # first: an event that finds its monitor closed would block ZeroMQ's thread for ever
         self._monitors.pop(address).close()
         sock.close(linger=1000)
 

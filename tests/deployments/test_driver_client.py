@@ -2,7 +2,8 @@
 
 import asyncio
 import tracemalloc
-from collections.abc import Generator, Sequence
+from collections.abc import Coroutine, Generator, Sequence
+from contextlib import closing
 from typing import Any
 
 import msgspec
@@ -15,7 +16,7 @@ from loray.deployments.errors import Incomplete
 from loray.deployments.request import GenerationRequest, TokenEvent
 from loray.deployments.token_channel import TokenSender
 from loray.models.step import Sampling
-from tests.deployments.scripted_backend import run
+from tests.deployments.scripted_backend import T, run
 
 Play = Sequence[dict[str, Any]]  # one replica's events; after one that is not the last the replica dies
 ACCEPTED: dict[str, Any] = {}
@@ -81,7 +82,12 @@ def collect(driver: Driver, wanted: GenerationRequest) -> list[TokenEvent]:
     async def events() -> list[TokenEvent]:
         return [event async for event in Client(driver).generate(wanted)]
 
-    return run(events())
+    return play(driver, events())
+
+
+def play(driver: Driver, work: Coroutine[Any, Any, T]) -> T:
+    with closing(driver.sender):
+        return run(work)
 
 
 def tokens(*token_ids: int, finish_reason: str = "") -> dict[str, Any]:
@@ -128,6 +134,6 @@ def test_a_token_costs_no_copy_of_those_before_it() -> None:
 
     tracemalloc.start()
     try:
-        assert run(peak()) < num_before
+        assert play(driver, peak()) < num_before
     finally:
         tracemalloc.stop()

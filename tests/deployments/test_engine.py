@@ -146,6 +146,7 @@ def test_a_new_ingress_ends_the_connection_to_one_without_requests(client: Clien
     hung_up = idle.socket.get_monitor_socket(zmq.EVENT_DISCONNECTED)
     client.submit("r", [1])
     assert hung_up.poll(5000), "an ingress that is gone would hold memory here for ever"
+    idle.socket.disable_monitor()
     idle.submit("second", [1])
     assert idle.tokens("second") == client.tokens("r") == greedy("", [1], 8)
 

@@ -18,4 +18,5 @@ def test_an_address_that_is_not_kept_is_hung_up_on_and_the_others_go_on() -> Non
     sender.send([(kept_address, TokenEvent("3")), (dropped_address, TokenEvent("4"))])
     assert kept.poll(5000) and dropped.poll(5000), "both can be written to, the dropped one anew"
     assert sender.lost() == []
-    sender.keep(set())
+    dropped.disable_monitor()
+    sender.close()
