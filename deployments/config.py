@@ -1,7 +1,7 @@
 """All configuration: the `args:` of serve_config.yaml as one frozen tree. Unknown fields are refused by name."""
 
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 from pydantic import BaseModel, ByteSize, ConfigDict, Field, model_validator
 
@@ -51,17 +51,33 @@ class SchedulerArgs(Section):
 
 
 class AdapterArgs(Section):
-    default_source: Literal["local"] = "local"
-    """Where an adapter id is looked up when the request does not say."""
+    default_source: Literal["local", "hub"] = "local"
+    """Where an adapter id without a scheme is looked up when the request does not say."""
     local_roots: list[Path] = [Path("adapters")]
     """Folders that hold PEFT folders. A relative one counts from the folder of serve_config.yaml."""
     gpu_bytes: ByteSize | Literal["auto"] = "auto"
     """Bytes of the rank-page pool on each rank; auto: a tenth of the GPU, 1 GiB on a CPU."""
+    host_bytes: ByteSize = Field(default=ByteSize(4 * GIB), gt=0)
+    """Bytes of each rank's host memory for adapters that wait for a place in the pool."""
+    disk_bytes: ByteSize = Field(default=ByteSize(20 * GIB), gt=0)
+    """Bytes of downloaded adapters kept on disk."""
+    preload: list[str] = []
+    """Adapters loaded before the first request."""
+    allowed_urls: list[str] = []
+    """URLs that adapters may be read from begin with one of these, such as s3://bucket/ or https://example.com/adapters/."""
+    storage_options: dict[str, dict[str, Any]] = {}
+    """Options for fsspec by scheme, such as {s3: {endpoint_url: http://minio:9000}}. Credentials come from the usual environment."""
+    max_waiting: int = Field(default=256, ge=1)
+    """Requests of one adapter that may wait; beyond it a request is answered 429."""
+    weights: dict[str, float] = {}
+    """Share of the service for an adapter, where not 1; "" is the base model."""
 
 
 class ApiKeyArgs(Section):
     inference: str | None = None
     """If set, every request but the health checks needs `Authorization: Bearer <key>`."""
+    admin: str | None = None
+    """Needed for /admin, as `Authorization: Bearer <key>`; without it there is no /admin."""
 
 
 class ReplicaArgs(Section):

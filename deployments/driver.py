@@ -79,9 +79,9 @@ class Driver:
         reply = Address(endpoint, public_key)
         ended = asyncio.Event()
         adapter = None
-        if generation.adapter_id:
+        if generation.adapter:
             try:
-                adapter = await asyncio.to_thread(self._files.find, generation.adapter_id)
+                adapter = await asyncio.to_thread(self._files.find, generation.adapter.adapter_id)
             except LorayError as error:
                 return self._engine.refuse(generation.request_id, error, reply)
         self._engine.submit(generation, adapter, reply, lambda: self._end(ended))

@@ -20,9 +20,9 @@ from loray.deployments.native_request import (
     GenerateBody,
     Parameters,
     TokenizeBody,
+    adapter_ref,
     parse,
     refuse_not_built,
-    refuse_source,
     sampling_of,
 )
 from loray.deployments.request import GenerationRequest
@@ -56,7 +56,7 @@ class NativeApi:
         """Everything that can be wrong with a request before the model sees it."""
         parameters = body.parameters or Parameters()
         refuse_not_built(parameters, NOT_BUILT)
-        refuse_source(parameters.adapter_source)
+        adapter = adapter_ref(parameters.adapter_id, parameters.adapter_source, parameters.api_token)
         prompt_ids = await self._service.tokenizer.encode(body.inputs)
         if parameters.truncate is not None:
             prompt_ids = prompt_ids[-parameters.truncate :]
@@ -64,7 +64,7 @@ class NativeApi:
             prompt_ids,
             parameters.max_new_tokens,
             sampling_of(parameters),
-            parameters.adapter_id or "",
+            adapter,
             bool(parameters.ignore_eos_token),
             NAMES,
         )
@@ -104,9 +104,9 @@ class NativeApi:
         """The response and its headers."""
         parameters = body.parameters or EmbedParameters()
         refuse_not_built(parameters, EMBED_NOT_BUILT)
-        refuse_source(parameters.adapter_source)
+        adapter = adapter_ref(parameters.adapter_id, parameters.adapter_source, parameters.api_token)
         prompt_ids = await self._service.tokenizer.encode(body.inputs)
-        request = self._service.embedding_request(prompt_ids, parameters.adapter_id or "", NAMES.prompt)
+        request = self._service.embedding_request(prompt_ids, adapter, NAMES.prompt)
         embedding = await self._service.embed(request, NAMES.prompt, timing)
         headers = {
             **self._request_headers(body.inputs, request, timing),
@@ -129,8 +129,9 @@ class NativeApi:
             "x-prompt-tokens": str(len(request.prompt_ids)),
             "x-model-id": header_text(self._service.model_id),
         }
-        if request.adapter_id:
-            headers |= {"x-adapter-id": header_text(request.adapter_id), "x-adapter-source": "local"}
+        if request.adapter:
+            source = request.adapter.source or self._service.args.adapters.default_source
+            headers |= {"x-adapter-id": header_text(request.adapter_id), "x-adapter-source": source}
         return headers
 
 

@@ -6,6 +6,7 @@ from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationErr
 
 from loray.deployments.error_shapes import invalid_request
 from loray.deployments.errors import InvalidRequest
+from loray.deployments.request import SOURCES, AdapterRef
 from loray.deployments.service import MAX_SEED, MAX_STOPS, random_seed
 from loray.models.step import MAX_TOP_K, Sampling
 
@@ -35,7 +36,7 @@ class Parameters(Body):
     """Empty or null: the base model."""
     adapter_source: Text | None = None
     api_token: Text | None = None
-    """Accepted; no local adapter needs one."""
+    """For adapters that not everybody may read."""
     do_sample: bool | None = None
     """Implied by a temperature other than 0 and 1, by top_k and by top_p."""
     temperature: float | None = Field(default=None, ge=0)
@@ -97,7 +98,7 @@ class EmbedParameters(Body):
     """Empty or null: the base model."""
     adapter_source: Text | None = None
     api_token: Text | None = None
-    """Accepted; no local adapter needs one."""
+    """For adapters that not everybody may read."""
     merged_adapters: dict[str, Any] | None = None
 
 
@@ -130,9 +131,11 @@ def refuse_not_built(model: BaseModel, not_built: dict[str, Any]) -> None:
             raise InvalidRequest(f"{name}: not supported by this server yet", name)
 
 
-def refuse_source(source: str | None) -> None:
-    if source not in (None, "local"):
-        raise InvalidRequest(f"adapter_source: {source!r} is not supported by this server, only 'local'", "adapter_source")
+def adapter_ref(adapter_id: str | None, source: str | None, api_token: str | None) -> AdapterRef | None:
+    """None for the base model. What is wrong with the source is said even then."""
+    if source not in (None, *SOURCES):
+        raise InvalidRequest(f"adapter_source: {source!r} is none of {', '.join(SOURCES)}", "adapter_source")
+    return AdapterRef(adapter_id=adapter_id, source=source or "", api_token=api_token or "") if adapter_id else None
 
 
 def sampling_of(parameters: Parameters) -> Sampling:

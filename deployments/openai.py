@@ -23,7 +23,6 @@ from loray.deployments.openai_request import (
     CompletionBody,
     EmbeddingBody,
     OpenAIBody,
-    named_adapter,
 )
 from loray.deployments.openai_shapes import ChatShape, CompletionShape, embeddings_shape, usage_shape
 from loray.deployments.request import GenerationRequest
@@ -96,10 +95,9 @@ class OpenAIApi:
     async def embeddings(self, body: EmbeddingBody) -> dict[str, Any]:
         received = time.monotonic()
         body.refuse()
-        adapter_id = named_adapter(body.model, self._service.model_id)
+        adapter = body.adapter(self._service.model_id)
         requests = {
-            name: self._service.embedding_request(await self._token_ids(item, name), adapter_id, name)
-            for name, item in body.inputs().items()
+            name: self._service.embedding_request(await self._token_ids(item, name), adapter, name) for name, item in body.inputs().items()
         }
         turns = asyncio.Semaphore(min(MAX_INPUTS_AT_ONCE, self._service.args.scheduler.max_waiting))
         sources = [self._embedding(index, request, name, Timing(received), turns) for index, (name, request) in enumerate(requests.items())]
@@ -120,8 +118,8 @@ class OpenAIApi:
         raise AdapterNotFound(f"the model {model_id!r} does not exist")
 
     def _request(self, body: OpenAIBody, prompt_ids: list[int], max_new_tokens: int | None, names: FieldNames) -> GenerationRequest:
-        adapter_id = body.adapter_id(self._service.model_id)
-        return self._service.request(prompt_ids, max_new_tokens, body.sampling(), adapter_id, bool(body.ignore_eos), names)
+        adapter = body.adapter(self._service.model_id)
+        return self._service.request(prompt_ids, max_new_tokens, body.sampling(), adapter, bool(body.ignore_eos), names)
 
     async def _token_ids(self, prompt: str | list[int], name: str) -> list[int]:
         if isinstance(prompt, str):

@@ -6,7 +6,8 @@ from typing import Annotated, Any, Literal
 from pydantic import Field, ValidationError, ValidatorFunctionWrapHandler, field_validator
 
 from loray.deployments.errors import AdapterNotFound, InvalidRequest
-from loray.deployments.native_request import Body, StopString, Text, refuse_not_built, refuse_source
+from loray.deployments.native_request import Body, StopString, Text, adapter_ref, refuse_not_built
+from loray.deployments.request import AdapterRef
 from loray.deployments.service import MAX_SEED, MAX_STOPS, random_seed
 from loray.models.step import MAX_TOP_K, Sampling
 
@@ -92,6 +93,9 @@ class OpenAIBody(Body):
     def adapter_id(self, base: str) -> str:
         return named_adapter(self.model, base)
 
+    def adapter(self, base: str) -> AdapterRef | None:
+        return adapter_ref(self.adapter_id(base), self.adapter_source, self.api_token)
+
     def sampling(self) -> Sampling:
         if self.temperature == 0:
             return Sampling()
@@ -104,7 +108,6 @@ class OpenAIBody(Body):
 
     def refuse(self, not_built: dict[str, Any]) -> None:
         refuse_not_built(self, {**NOT_BUILT, **not_built})
-        refuse_source(self.adapter_source)
         if self.stream_options is not None and not self.stream:
             raise InvalidRequest("stream_options: only with stream: true", "stream_options")
 
@@ -169,6 +172,9 @@ class EmbeddingBody(Body):
                 "must be a text of whole characters, its token ids, or a list of such texts or of lists of token ids"
             ) from None
 
+    def adapter(self, base: str) -> AdapterRef | None:
+        return adapter_ref(named_adapter(self.model, base), self.adapter_source, self.api_token)
+
     def inputs(self) -> dict[str, str | list[int]]:
         """By the names that errors call them."""
         inputs = one_or_several(self.input)
@@ -180,7 +186,6 @@ class EmbeddingBody(Body):
 
     def refuse(self) -> None:
         refuse_not_built(self, EMBEDDING_NOT_BUILT)
-        refuse_source(self.adapter_source)
 
 
 def one_or_several(field: str | Sequence[int] | Sequence[str] | Sequence[list[int]]) -> Sequence[str | list[int]]:

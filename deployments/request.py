@@ -1,8 +1,34 @@
 """What ingress asks of the driver and what comes back, as plain values. Knows neither text nor tensors."""
 
+from typing import Literal
+
 import msgspec
 
 from loray.models.step import Pooling, Sampling
+
+SOURCES = ("local", "hub", "s3", "gs", "az", "https")  # where adapters may come from
+MergeStrategy = Literal["linear", "ties", "dare_linear", "dare_ties"]
+MajoritySign = Literal["total", "frequency"]
+
+
+class MergeRecipe(msgspec.Struct, frozen=True, kw_only=True):
+    """Several adapters as one: what is added, how much of each, and how."""
+
+    adapter_ids: tuple[str, ...]
+    weights: tuple[float, ...]  # one for each id
+    strategy: MergeStrategy = "linear"
+    density: float = 1.0  # share of the values that ties and dare keep
+    majority_sign: MajoritySign = "total"
+
+
+class AdapterRef(msgspec.Struct, frozen=True, kw_only=True):
+    """Which adapter a request wants, before anybody has looked for it."""
+
+    adapter_id: str  # a name, a folder, "org/name", a URL; of a merge: what to call it
+    source: str = ""  # "" = as the id's scheme says, else the server's default
+    revision: str = ""  # branch, tag or commit, where the source has them
+    api_token: str = ""  # for adapters that not everybody may read
+    merge: MergeRecipe | None = None  # its ids have this reference's source and token
 
 
 class GenerationRequest(msgspec.Struct, frozen=True, kw_only=True):
@@ -14,8 +40,13 @@ class GenerationRequest(msgspec.Struct, frozen=True, kw_only=True):
     max_new_tokens: int  # counts output_ids too; 1 for an embedding, which takes no token's place
     ignore_eos: bool = False
     sampling: Sampling
-    adapter_id: str = ""  # "" = base model
+    adapter: AdapterRef | None = None  # None = base model
     pooling: Pooling = ""
+
+    @property
+    def adapter_id(self) -> str:
+        """Empty for the base model."""
+        return self.adapter.adapter_id if self.adapter else ""
 
     @property
     def max_tokens(self) -> int:

@@ -15,7 +15,7 @@ from loray.deployments.config import ServerArgs
 from loray.deployments.errors import EmbeddingFailed, Incomplete, InvalidRequest, LorayError, Unhealthy
 from loray.deployments.generation import Generation, Timing
 from loray.deployments.metrics import EMBEDDED, Metrics
-from loray.deployments.request import GenerationRequest
+from loray.deployments.request import AdapterRef, GenerationRequest
 from loray.deployments.tokenizer import Tokenizer
 from loray.models.step import Sampling
 
@@ -56,7 +56,13 @@ class Service:
         return "gpu" if str(self.facts.get("model_device_type", "cpu")).startswith("cuda") else "cpu"
 
     def request(
-        self, prompt_ids: list[int], max_new_tokens: int | None, sampling: Sampling, adapter_id: str, ignore_eos: bool, names: FieldNames
+        self,
+        prompt_ids: list[int],
+        max_new_tokens: int | None,
+        sampling: Sampling,
+        adapter: AdapterRef | None,
+        ignore_eos: bool,
+        names: FieldNames,
     ) -> GenerationRequest:
         """Checks the lengths; None takes what fits."""
         self._check_prompt(prompt_ids, names.prompt)
@@ -79,10 +85,10 @@ class Service:
             max_new_tokens=fits if max_new_tokens is None else max_new_tokens,
             ignore_eos=ignore_eos,
             sampling=sampling,
-            adapter_id=adapter_id,
+            adapter=adapter,
         )
 
-    def embedding_request(self, prompt_ids: list[int], adapter_id: str, name: str) -> GenerationRequest:
+    def embedding_request(self, prompt_ids: list[int], adapter: AdapterRef | None, name: str) -> GenerationRequest:
         """Checks the length; `name` is what the API calls the field."""
         self._check_prompt(prompt_ids, name)
         if len(prompt_ids) > self.max_total_tokens:
@@ -92,7 +98,7 @@ class Service:
             prompt_ids=prompt_ids,
             max_new_tokens=1,
             sampling=Sampling(),
-            adapter_id=adapter_id,
+            adapter=adapter,
             pooling=self.args.model.pooling,
         )
 

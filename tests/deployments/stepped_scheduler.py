@@ -5,7 +5,7 @@ from collections import deque
 from loray.cluster.channel import Address
 from loray.deployments.adapters import Adapter, AdapterTable
 from loray.deployments.block_pool import BlockPool
-from loray.deployments.request import GenerationRequest
+from loray.deployments.request import AdapterRef, GenerationRequest
 from loray.deployments.scheduler import Plan, Scheduler
 from loray.deployments.sequence import Sequence
 from loray.models.step import Pooling, Sampling, Step
@@ -40,7 +40,7 @@ class Server:
             prompt_ids=prompt,
             max_new_tokens=max_new_tokens,
             sampling=Sampling(),
-            adapter_id=adapter,
+            adapter=AdapterRef(adapter_id=adapter) if adapter else None,
             pooling=pooling,
         )
         version = Adapter(adapter, adapter, adapter, num_pages) if adapter else None

@@ -142,8 +142,7 @@ def test_the_adapter_and_the_end_token_rule_reach_the_backend() -> None:
         ("return_k_alternatives", 2),
         ("merged_adapters", {"ids": ["a", "b"], "weights": [0.5, 0.5]}),
         ("response_format", {"type": "json_object", "schema": {}}),
-        ("adapter_source", "hub"),
-        ("adapter_source", "s3"),
+        ("adapter_source", "ftp"),
     ],
 )
 def test_what_is_not_built_is_refused_by_name(name: str, value: Any) -> None:

@@ -250,7 +250,7 @@ def test_usage_is_null_in_chunks_only_when_asked_for() -> None:
         (COMPLETIONS, "echo", True),
         (COMPLETIONS, "suffix", "end"),
         (COMPLETIONS, "best_of", 2),
-        (COMPLETIONS, "adapter_source", "hub"),
+        (COMPLETIONS, "adapter_source", "ftp"),
     ],
 )
 def test_what_is_not_built_is_refused_by_name(path: str, name: str, value: Any) -> None:

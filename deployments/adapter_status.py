@@ -1,0 +1,29 @@
+"""What the admin API tells about an adapter, and what it can be told to do. Plain values that cross processes."""
+
+from typing import Literal
+
+import msgspec
+
+AdapterState = Literal["known", "loading", "host", "gpu", "failed", "unloading"]
+AdminAction = Literal["load", "unload", "pin", "unpin", "reload"]
+
+
+class AdapterStatus(msgspec.Struct, frozen=True, kw_only=True):
+    """One version of an adapter on one driver replica."""
+
+    adapter_id: str
+    source: str
+    revision: str
+    version: str  # "" = not looked up yet
+    state: AdapterState  # the best of its tiers: host and gpu are on every rank
+    rank: int  # the largest of its modules, 0 = not looked up yet
+    is_pinned: bool
+    is_private: bool
+    gpu_bytes: int
+    host_bytes: int  # of the rank that needs most
+    disk_bytes: int  # of its download; 0 for a local folder
+    num_running: int  # requests, waiting ones included
+    num_served: int
+    num_failed: int
+    last_used: float  # seconds since 1970, 0 = never
+    error: str = ""  # why the last load failed
