@@ -134,7 +134,7 @@ def refuse_not_built(model: BaseModel, not_built: dict[str, Any]) -> None:
 def adapter_ref(adapter_id: str | None, source: str | None, api_token: str | None) -> AdapterRef | None:
     """None for the base model. What is wrong with the source is said even then."""
     if source not in (None, *SOURCES):
-        raise InvalidRequest(f"adapter_source: {source!r} is none of {', '.join(SOURCES)}", "adapter_source")
+        raise InvalidRequest(f"adapter_source: {source!r} is not supported, only {', '.join(SOURCES)}", "adapter_source")
     return AdapterRef(adapter_id=adapter_id, source=source or "", api_token=api_token or "") if adapter_id else None
 
 

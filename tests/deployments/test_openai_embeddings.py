@@ -101,7 +101,7 @@ def test_the_model_names_the_base_or_an_adapter(model: str, adapter_id: str) -> 
         ({"input": None}, "input", "must be a text"),
         ({"dimensions": 8}, "dimensions", "not supported"),
         ({"encoding_format": "int8"}, "encoding_format", "base64"),
-        ({"adapter_source": "ftp"}, "adapter_source", "none of"),
+        ({"adapter_source": "ftp"}, "adapter_source", "not supported"),
         ({"temperature": 1}, "temperature", "unknown field"),
     ],
 )
