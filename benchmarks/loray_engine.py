@@ -15,14 +15,9 @@ from loray.cluster.channel import bind
 from loray.cluster.group import RankGroup
 from loray.cluster.placement import bundles
 from loray.deployments.adapter_files import AdapterFiles
-from loray.deployments.adapters import AdapterTable
-from loray.deployments.block_pool import BlockPool
-from loray.deployments.config import BLOCK_SIZE, ServerArgs
-from loray.deployments.driver import rank_spec
-from loray.deployments.engine import Engine
-from loray.deployments.pools import size_pools
+from loray.deployments.config import ServerArgs
+from loray.deployments.driver import rank_spec, start_engine
 from loray.deployments.request import GenerationRequest, TokenEvent
-from loray.deployments.scheduler import Scheduler
 from loray.models.step import Sampling
 
 
@@ -33,12 +28,7 @@ class Bench:
         ray.get(placement.ready())
         self.group = RankGroup(rank_spec(args, model), placement, self.fail)
         reports = self.group.load()
-        num_blocks, num_pages = size_pools(args, reports)
-        self.group.start(num_blocks, num_pages)
-        limits = args.scheduler
-        scheduler = Scheduler(BlockPool(num_blocks, BLOCK_SIZE), AdapterTable(num_pages), limits.max_batch_tokens, limits.max_running)
-        self.engine = Engine(scheduler, self.group.steps, self.group.steps.waker.wake, (), limits.max_waiting)
-        self.engine.start(self.fail)
+        self.engine = start_engine(args, self.group, reports, (), self.fail)
         self.files = AdapterFiles([adapters], reports[0].lora_shapes)
         self.tokenizer = AutoTokenizer.from_pretrained(model)
         self.socket, self.address = bind(zmq.PULL, "127.0.0.1")
@@ -53,7 +43,7 @@ class Bench:
             request = GenerationRequest(
                 request_id=str(i), prompt_ids=self.tokenizer(label + prompt)["input_ids"], max_new_tokens=num_tokens, sampling=Sampling()
             )
-            self.engine.submit(request, self.files.find(name) if name else None, self.address, lambda: None)
+            self.engine.submit(request, self.files.find(name) if name else None, self.address, lambda error: None)
         num_open = case.num_requests
         while num_open:
             for event in msgspec.msgpack.decode(self.socket.recv(), type=list[TokenEvent]):

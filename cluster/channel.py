@@ -57,19 +57,23 @@ class StepSender:
         self._decoder = msgspec.msgpack.Decoder(StepResult)
         self._poller = zmq.Poller()
         self._poller.register(self._sockets[0], zmq.POLLIN)
-        self.waker = Waker()
-        self._poller.register(self.waker.fd, zmq.POLLIN)
+        self._waker = Waker()
+        self._poller.register(self._waker.fd, zmq.POLLIN)
 
     def send(self, step: Step) -> None:
         message = self._encoder.encode(step)
         for sock in self._sockets:
             sock.send(message)
 
+    def wake(self) -> None:
+        """Ends a waiting receive. Any thread may call this."""
+        self._waker.wake()
+
     def receive(self, timeout_ms: int) -> StepResult | None:
         """Rank 0's next result; None when woken, or when time ran out first."""
         ready = dict(self._poller.poll(timeout_ms))
-        if self.waker.fd in ready:
-            self.waker.clear()
+        if self._waker.fd in ready:
+            self._waker.clear()
         if self._sockets[0] in ready:
             return self._decoder.decode(self._sockets[0].recv())
         return None

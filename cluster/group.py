@@ -8,6 +8,7 @@ from ray.util.placement_group import PlacementGroup
 
 from loray.cluster.channel import StepSender
 from loray.cluster.heartbeat import DriverHeartbeat
+from loray.cluster.host_loads import HostReports
 from loray.cluster.placement import rank_options
 from loray.cluster.rank import Rank, RankSpec
 from loray.models.step import LoadReport
@@ -22,6 +23,7 @@ class RankGroup:
         self._ranks = [actor.options(**rank_options(placement, i, spec.device)).remote(i, spec) for i in range(spec.world_size)]
         node_ip = ray.util.get_node_ip_address()
         self.steps = StepSender(node_ip, spec.world_size)
+        self.host_reports = HostReports(node_ip, spec.world_size)
         self._heartbeat = DriverHeartbeat(node_ip, spec.world_size, lambda rank: on_failure(f"rank {rank} is silent"))
 
     def load(self) -> list[LoadReport]:
@@ -34,7 +36,8 @@ class RankGroup:
         ray.get([rank.allocate.remote(num_blocks, num_pages) for rank in self._ranks])
         self.pids = ray.get([rank.pid.remote() for rank in self._ranks])
         self._runs = [
-            rank.run.remote(address, self._heartbeat.address) for rank, address in zip(self._ranks, self.steps.addresses, strict=True)
+            rank.run.remote(address, self._heartbeat.address, self.host_reports.address)
+            for rank, address in zip(self._ranks, self.steps.addresses, strict=True)
         ]
         self._heartbeat.start()
         threading.Thread(target=self._watch, name="rank-watch", daemon=True).start()

@@ -14,6 +14,7 @@ import ray
 
 from loray.cluster.channel import Address, StepReceiver
 from loray.cluster.heartbeat import start_rank_heartbeat
+from loray.cluster.host_loads import HostLoader
 from loray.models.step import LoadReport
 
 if TYPE_CHECKING:  # imported when a rank loads: the driver, which makes ranks, has no use for torch
@@ -94,14 +95,18 @@ class Rank:
     def allocate(self, num_blocks: int, num_pages: int) -> None:
         self._runner.allocate(num_blocks, num_pages)
 
-    def run(self, steps: Address, heartbeat: Address) -> None:
+    def run(self, steps: Address, heartbeat: Address, host_reports: Address) -> None:
         """Execute steps until the driver is gone."""
         receiver = StepReceiver(steps)
+        loader = HostLoader(self._runner.host_adapters, host_reports, self._rank)
         start_rank_heartbeat(heartbeat, self._rank, self._exit)
         while True:
-            result = self._runner.execute(receiver.receive())
+            step = receiver.receive()
+            loader.prepare(step)
+            result = self._runner.execute(step)
             if self._rank == 0:
                 receiver.reply(result)
+            loader.drop(step)
 
     def _exit(self) -> None:
         logger.error("the driver is silent; exiting")

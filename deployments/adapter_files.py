@@ -1,65 +1,80 @@
-"""Finds adapters by name in the configured folders and checks their files. Blocking: call it off the event loop."""
+"""Finds adapters by name in the configured folders and checks the files of any. Blocking: call it off the event loop."""
 
 import contextlib
 import dataclasses
 import hashlib
 import os
+import threading
 from collections import OrderedDict
 from pathlib import Path
 
 from loray.deployments.adapters import Adapter
 from loray.deployments.errors import AdapterFailed, AdapterNotFound
 from loray.models.adapter import PAGE_RANK, AdapterError, read_adapter, signature
+from loray.models.adapter_config import CONFIG_FILE
+from loray.models.adapter_header import WEIGHTS_FILE
 
 MAX_REMEMBERED = 10_000  # validated versions
 
 
 class AdapterFiles:
-    """An id is a folder's name below a root, or an absolute path that lies in one after following links."""
+    """An id is a folder's name below a root, or an absolute path that lies in one after following links. Many threads may ask at once."""
 
     def __init__(self, roots: list[Path], lora_shapes: dict[str, tuple[int, int]]) -> None:
         self._roots = roots
         self._lora_shapes = lora_shapes
         self._validated: OrderedDict[str, Adapter] = OrderedDict()  # by path, most recently used last
+        self._lock = threading.Lock()  # of _validated; never held while files are read
 
     def find(self, adapter_id: str) -> Adapter:
         """The adapter as its files are now: a folder dropped in, replaced or removed since counts at once."""
-        path = self._locate(adapter_id)
+        return self.check(adapter_id, self._locate(adapter_id))
+
+    def check(self, adapter_id: str, path: Path) -> Adapter:
+        """The folder as an adapter. Its files are read only when they are not those of the last time."""
         try:
             files = signature(path)
-            known = self._validated.get(str(path))
+            with self._lock:
+                known = self._validated.get(str(path))
             if known is None or known.signature != files:
                 known = self._validate(adapter_id, path, files)
         except (AdapterError, OSError) as error:
-            raise AdapterFailed(str(error) if isinstance(error, AdapterError) else f"adapter {adapter_id!r}: {error}") from error
+            reason = str(error).removeprefix(f"adapter {path.name!r}: ")
+            raise AdapterFailed(f"adapter {adapter_id!r}: {reason}") from error
         self._remember(known)
         return dataclasses.replace(known, adapter_id=adapter_id, page_ids=[])
 
     def names(self) -> list[str]:
         """Every adapter that lies in a root."""
-        return sorted({entry.parent.name for root in self._roots for entry in root.glob("*/adapter_config.json")})
+        return sorted({entry.parent.name for root in self._roots for entry in root.glob(f"*/{CONFIG_FILE}")})
 
     def _locate(self, adapter_id: str) -> Path:
         with contextlib.suppress(OSError, ValueError):  # a name that no file system can hold
             for root in self._roots:
                 path, top = Path(os.path.realpath(root / adapter_id)), Path(os.path.realpath(root))
-                if path != top and path.is_relative_to(top) and (path / "adapter_config.json").is_file():
+                files = [Path(os.path.realpath(path / name)) for name in (CONFIG_FILE, WEIGHTS_FILE)]  # each may be a link of its own
+                if path != top and files[0].is_file() and all(file.is_relative_to(top) for file in (path, *files)):
                     return path
         roots = ", ".join(f"{root.parent.name}/{root.name}" for root in self._roots)
         raise AdapterNotFound(f"adapter {adapter_id!r} is not in any of the folders this server reads ({roots})")
 
     def _validate(self, adapter_id: str, path: Path, files: str) -> Adapter:
         spec = read_adapter(path, self._lora_shapes)
-        digest = hashlib.blake2b(digest_size=16)
-        for name in ("adapter_config.json", "adapter_model.safetensors"):
-            with open(path / name, "rb") as file:
-                while chunk := file.read(1 << 20):
-                    digest.update(chunk)
         num_pages = -(-spec.rank // PAGE_RANK)
-        return Adapter(adapter_id, digest.hexdigest(), str(path), num_pages, signature=files)
+        return Adapter(adapter_id, content_hash(path), str(path), num_pages, signature=files, rank=spec.rank)
 
     def _remember(self, adapter: Adapter) -> None:
-        self._validated[adapter.path] = adapter
-        self._validated.move_to_end(adapter.path)
-        if len(self._validated) > MAX_REMEMBERED:
-            self._validated.popitem(last=False)
+        with self._lock:
+            self._validated[adapter.path] = adapter
+            self._validated.move_to_end(adapter.path)
+            if len(self._validated) > MAX_REMEMBERED:
+                self._validated.popitem(last=False)
+
+
+def content_hash(path: Path) -> str:
+    digest = hashlib.blake2b(digest_size=16)
+    for name in (CONFIG_FILE, WEIGHTS_FILE):
+        with open(path / name, "rb") as file:
+            while chunk := file.read(1 << 20):
+                digest.update(chunk)
+    return digest.hexdigest()

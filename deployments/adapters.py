@@ -2,11 +2,12 @@
 
 from collections import OrderedDict
 from dataclasses import dataclass, field
+from weakref import WeakValueDictionary
 
-from loray.models.step import AdapterLoad
+from loray.models.step import AdapterLoad, HostCopy
 
 
-@dataclass(eq=False, slots=True)
+@dataclass(eq=False, slots=True, weakref_slot=True)
 class Adapter:
     """One version of an adapter. Another version of the same id is another Adapter."""
 
@@ -15,21 +16,30 @@ class Adapter:
     path: str
     num_pages: int
     signature: str = ""  # of the files, as they were validated
+    rank: int = 0  # the largest of its modules
     page_ids: list[int] = field(default_factory=list)  # empty = not in the pool
     references: int = 0  # unfinished requests that use it
+    is_ready: bool = True  # can go into the pool at once; the host tier says when it can't
+    is_pinned: bool = False  # stays where it is, used or not
+
+    @property
+    def host_copy(self) -> HostCopy:
+        return HostCopy(self.path, self.signature)
 
 
 class AdapterTable:
-    """The pool's pages. An adapter in use is never evicted; of the others, the least recently used goes first."""
+    """The pool's pages. An adapter in use or pinned is never evicted; of the others, the least recently used goes first."""
 
     def __init__(self, num_pages: int) -> None:
         self.num_pages = num_pages
         self._free_pages = list(range(num_pages - 1, -1, -1))
-        self._known: dict[str, Adapter] = {}  # by version: in the pool, or waited for
+        self._known: WeakValueDictionary[str, Adapter] = WeakValueDictionary()  # by version, as long as anybody holds it
         self._idle: OrderedDict[str, Adapter] = OrderedDict()  # in the pool, used by nobody, least recently used first
         self._num_idle_pages = 0
         self.num_references = 0
         self.num_resident = 0
+        self.num_evictions = 0
+        self.num_pinned_pages = 0
 
     @property
     def num_used_pages(self) -> int:
@@ -37,23 +47,43 @@ class AdapterTable:
 
     def acquire(self, adapter: Adapter) -> Adapter:
         """Count one more user; the answer is the table's own object for that version."""
-        adapter = self._known.setdefault(adapter.version, adapter)
+        adapter = self.known(adapter)
         adapter.references += 1
         self.num_references += 1
-        if self._idle.pop(adapter.version, None):
-            self._num_idle_pages -= adapter.num_pages
+        self._set_busy(adapter)
         return adapter
 
     def release(self, adapter: Adapter) -> None:
         adapter.references -= 1
         self.num_references -= 1
         assert adapter.references >= 0, "an adapter is released as often as it was acquired"
-        if adapter.references == 0:
-            if adapter.page_ids:
-                self._idle[adapter.version] = adapter
-                self._num_idle_pages += adapter.num_pages
-            else:
-                del self._known[adapter.version]
+        self._set_idle(adapter)
+
+    def pin(self, adapter: Adapter) -> Adapter:
+        """Once it is in the pool it stays there; the answer is the table's own object for that version."""
+        adapter = self.known(adapter)
+        if not adapter.is_pinned:
+            adapter.is_pinned = True
+            self.num_pinned_pages += adapter.num_pages
+            self._set_busy(adapter)
+        return adapter
+
+    def unpin(self, adapter: Adapter) -> None:
+        if adapter.is_pinned:
+            adapter.is_pinned = False
+            self.num_pinned_pages -= adapter.num_pages
+            self._set_idle(adapter)
+
+    def known(self, adapter: Adapter) -> Adapter:
+        """The table's own object for that version."""
+        return self._known.setdefault(adapter.version, adapter)
+
+    def find(self, version: str) -> Adapter | None:
+        return self._known.get(version)
+
+    def could_place(self, adapter: Adapter) -> bool:
+        """Whether there would be pages for it if nothing but the pinned adapters was there."""
+        return adapter.num_pages <= self.num_pages - (0 if adapter.is_pinned else self.num_pinned_pages)
 
     def can_place(self, adapter: Adapter) -> bool:
         return adapter.num_pages <= len(self._free_pages) + self._num_idle_pages
@@ -83,12 +113,20 @@ class AdapterTable:
         self._free_pages += adapter.page_ids
         adapter.page_ids = []
         self.num_resident -= 1
-        if adapter.references == 0:
-            del self._idle[adapter.version]
+        self._set_busy(adapter)
+
+    def _set_busy(self, adapter: Adapter) -> None:
+        if self._idle.pop(adapter.version, None):
             self._num_idle_pages -= adapter.num_pages
-            del self._known[adapter.version]
+
+    def _set_idle(self, adapter: Adapter) -> None:
+        """If it may go when pages are needed."""
+        if adapter.page_ids and not adapter.references and not adapter.is_pinned and adapter.version not in self._idle:
+            self._idle[adapter.version] = adapter
+            self._num_idle_pages += adapter.num_pages
 
     def _evict_oldest(self) -> None:
         adapter = next(iter(self._idle.values()))
         assert adapter.references == 0, "an adapter in use is never evicted"
+        self.num_evictions += 1
         self.discard(adapter)

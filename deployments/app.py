@@ -6,12 +6,14 @@ import ray
 from ray import serve
 
 from loray.cluster.placement import DRIVER_CPUS, INGRESS_CPUS, bundles
+from loray.deployments.adapter_registry import AdapterRegistry
 from loray.deployments.config import ReplicaArgs, ServerArgs
 from loray.deployments.driver import Driver
 from loray.deployments.ingress import Ingress
 from loray.deployments.model_check import check_model
 
 DRAIN_S = 120.0  # how long a replica that is replaced may finish what it has
+MAX_POLLS = 10_000  # every driver replica has one at the registry all the time
 
 
 def build(args: ServerArgs) -> serve.Application:
@@ -35,7 +37,15 @@ def build(args: ServerArgs) -> serve.Application:
         autoscaling_config=_autoscaling(args.ingress),
         graceful_shutdown_timeout_s=DRAIN_S,
     )
-    return ingress.bind(driver.bind(args), args)
+    registry = serve.deployment(AdapterRegistry).options(
+        name="Registry",
+        num_replicas=1,  # one owner; without arguments, so that a new config leaves it running
+        ray_actor_options={"num_cpus": 0},
+        max_ongoing_requests=MAX_POLLS,
+        graceful_shutdown_timeout_s=1,  # polls are asked again
+    )
+    followed = registry.bind()
+    return ingress.bind(driver.bind(args, followed), followed, args)
 
 
 def settle(args: ServerArgs) -> ServerArgs:

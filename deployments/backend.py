@@ -3,6 +3,8 @@
 from collections.abc import AsyncGenerator
 from typing import Protocol
 
+from loray.deployments.adapter_records import AdapterChange, Changed
+from loray.deployments.adapter_status import AdapterStatus
 from loray.deployments.request import GenerationRequest, TokenEvent
 
 
@@ -20,6 +22,18 @@ class Backend(Protocol):
 
     async def adapters(self) -> list[str]:
         """Ids of the adapters that can be used now."""
+        ...
+
+    async def adapter_statuses(self) -> dict[str, list[AdapterStatus]]:
+        """What each replica has, by the replica's id."""
+        ...
+
+    async def change_adapter(self, change: AdapterChange) -> Changed:
+        """Returns when every replica has taken it; loads have begun, not ended. Raises Unhealthy."""
+        ...
+
+    async def undo_adapter_change(self, changed: Changed) -> None:
+        """As it was before, unless it was changed again since."""
         ...
 
     async def healthy(self) -> bool:

@@ -1,4 +1,4 @@
-"""The `loray` command. Reads the command line; the work is in launcher.py and models/checkpoint.py."""
+"""The `loray` command. Reads the command line; the work is in launcher.py, models/checkpoint.py and adapters_cli.py."""
 
 import argparse
 import os
@@ -6,6 +6,7 @@ import sys
 from importlib.metadata import version
 from pathlib import Path
 
+from loray.deployments import adapters_cli
 from loray.models.checkpoint import BUNDLED, CheckpointError, resolve_model
 
 DEFAULT_CONFIG = Path("serve_config.yaml")
@@ -14,8 +15,8 @@ DEFAULT_CONFIG = Path("serve_config.yaml")
 def main(argv: list[str] | None = None) -> int:
     options = _parser().parse_args(argv)
     try:
-        return _fetch(options) if options.command == "fetch" else _serve(options)
-    except CheckpointError as error:
+        return COMMANDS[options.command](options)
+    except (CheckpointError, adapters_cli.AdminError) as error:
         print(f"loray: {error}", file=sys.stderr)
         return 1
     except KeyboardInterrupt:
@@ -43,6 +44,9 @@ def _fetch(options: argparse.Namespace) -> int:
     return 0
 
 
+COMMANDS = {"serve": _serve, "fetch": _fetch, "adapters": adapters_cli.run}
+
+
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="loray", description="LoRA on Ray: one base model and thousands of LoRA adapters.")
     parser.add_argument("--version", action="version", version=f"loray {version('loray')}")
@@ -68,6 +72,7 @@ def _parser() -> argparse.ArgumentParser:
     )
     fetch.add_argument("model", nargs="?", default=next(iter(BUNDLED)), metavar="MODEL", help=f"{model_help}; default: %(default)s")
     fetch.add_argument("--revision", help="branch, tag or commit of a Hugging Face id")
+    adapters_cli.add_parser(commands)
     return parser
 
 

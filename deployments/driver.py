@@ -8,26 +8,36 @@ import asyncio
 import logging
 import os
 import time
+from collections.abc import Callable, Collection
 from pathlib import Path
 from typing import Any
 
 import msgspec
+from ray import serve
+from ray.serve.handle import DeploymentHandle
 from ray.util import get_current_placement_group
 
 from loray.cluster.channel import Address
 from loray.cluster.group import RankGroup
+from loray.cluster.merge_task import merge_elsewhere
 from loray.cluster.rank import RankSpec
-from loray.deployments.adapter_files import AdapterFiles
-from loray.deployments.adapters import AdapterTable
+from loray.deployments.adapter_service import AdapterService
+from loray.deployments.adapter_store import AdapterStore
+from loray.deployments.adapter_tiers import AdapterTiers
+from loray.deployments.adapters import Adapter, AdapterTable
 from loray.deployments.block_pool import BlockPool
 from loray.deployments.config import BLOCK_SIZE, ServerArgs
-from loray.deployments.engine import Engine
+from loray.deployments.engine import Engine, QueueLimits
 from loray.deployments.errors import LorayError
+from loray.deployments.host_tier import HostTier
 from loray.deployments.model_check import check_model
 from loray.deployments.pools import size_pools
+from loray.deployments.registry_follower import RegistryFollower
 from loray.deployments.request import GenerationRequest
 from loray.deployments.scheduler import Scheduler
 from loray.models.checkpoint import eos_token_ids, model_limits, read_config, resolve_model
+from loray.models.converted import cache_folder
+from loray.models.step import LoadReport
 
 logger = logging.getLogger("ray.serve.loray")
 
@@ -38,9 +48,13 @@ STALL_S = 120.0  # a step that takes longer will never end
 class Driver:
     """`args.device` is "cpu" or "cuda", `args.adapters.local_roots` are absolute: the builder has settled them."""
 
-    async def __init__(self, args: ServerArgs) -> None:  # type: ignore[misc]  # Serve awaits it
+    async def __init__(self, args: ServerArgs, registry: DeploymentHandle) -> None:  # type: ignore[misc]  # Serve awaits it
         self._loop = asyncio.get_running_loop()
         await asyncio.to_thread(self._start, args)
+        await self._adapters.preload(args.adapters.preload)
+        replica_id = serve.get_replica_context().replica_id.unique_id
+        follower = RegistryFollower(registry, replica_id, self._adapters.apply, self._adapters.statuses)
+        self._following = asyncio.create_task(follower.run())
         self._reporting = asyncio.create_task(self._report())
 
     def _start(self, args: ServerArgs) -> None:
@@ -51,14 +65,11 @@ class Driver:
         assert placement is not None, "a driver replica has a placement group of its own"
         self._group = RankGroup(spec, placement, self._fail)
         reports = self._group.load()
-        num_blocks, num_pages = size_pools(args, reports)
-        self._group.start(num_blocks, num_pages)
-        blocks = BlockPool(num_blocks, BLOCK_SIZE, has_cache=reports[0].has_blocks)
-        scheduler = Scheduler(blocks, AdapterTable(num_pages), args.scheduler.max_batch_tokens, args.scheduler.max_running)
-        self._files = AdapterFiles(args.adapters.local_roots, reports[0].lora_shapes)
-        steps = self._group.steps
-        self._engine = Engine(scheduler, steps, steps.waker.wake, eos_token_ids(folder), args.scheduler.max_waiting)
-        self._engine.start(self._fail)
+        self._engine = start_engine(args, self._group, reports, eos_token_ids(folder), self._fail)
+        store = AdapterStore(args.adapters, reports[0].lora_shapes, cache_folder() / "adapters")
+        page_bytes = max(report.page_bytes for report in reports)
+        self._adapters = AdapterService(store, self._engine, args.adapters.max_waiting, page_bytes)
+        store.in_use, store.merge = self._adapters.in_use, merge_elsewhere
         self._info = {
             "model_dtype": reports[0].dtype,
             "model_device_type": args.device,
@@ -66,8 +77,8 @@ class Driver:
             "attention": reports[0].attention,
             "implementation": spec.implementation,
             "tensor_parallel_size": args.tensor_parallel_size,
-            "kv_blocks": num_blocks,
-            "adapter_pages": num_pages,
+            "kv_blocks": self._engine.stats()["kv_blocks_total"],
+            "adapter_pages": self._engine.stats()["adapter_pages_total"],
             "max_total_tokens": spec.max_total_tokens,
             "vocab_size": model_limits(read_config(folder)).vocab_size,
         }
@@ -77,22 +88,25 @@ class Driver:
         """Run one request to its end; its tokens go to the address. Cancelling this call aborts it."""
         generation = msgspec.msgpack.decode(request, type=GenerationRequest)
         reply = Address(endpoint, public_key)
-        ended = asyncio.Event()
-        adapter = None
-        if generation.adapter:
-            try:
-                adapter = await asyncio.to_thread(self._files.find, generation.adapter.adapter_id)
-            except LorayError as error:
-                return self._engine.refuse(generation.request_id, error, reply)
-        self._engine.submit(generation, adapter, reply, lambda: self._end(ended))
+        if generation.adapter is None:
+            await self._generate(generation, None, reply)
+            return
         try:
-            await ended.wait()
+            adapter = await self._adapters.find(generation.adapter)
+        except LorayError as error:
+            return self._engine.refuse(generation.request_id, error, reply)
+        with self._adapters.counted(generation.adapter, adapter) as note:
+            note(await self._generate(generation, adapter, reply))
+
+    async def _generate(self, generation: GenerationRequest, adapter: Adapter | None, reply: Address) -> str:
+        """How it ended: the error's name, or nothing."""
+        ended: asyncio.Future[str] = self._loop.create_future()
+        self._engine.submit(generation, adapter, reply, lambda error: self._loop.call_soon_threadsafe(_set, ended, error))
+        try:
+            return await ended
         except asyncio.CancelledError:
             self._engine.abort(generation.request_id)
             raise
-
-    def _end(self, ended: asyncio.Event) -> None:
-        self._loop.call_soon_threadsafe(ended.set)
 
     async def stats(self) -> dict[str, float]:
         return self._engine.stats()
@@ -108,7 +122,7 @@ class Driver:
         return self._engine.seconds_stalled() <= STALL_S
 
     async def adapters(self) -> list[str]:
-        return await asyncio.to_thread(self._files.names)
+        return await self._adapters.names()
 
     async def _report(self) -> None:
         """A line in the log every now and then, while there is something to tell."""
@@ -131,6 +145,28 @@ class Driver:
         logger.error("giving this replica up: %s", reason)
         logging.shutdown()
         os._exit(1)
+
+
+def _set(ended: asyncio.Future[str], error: str) -> None:
+    if not ended.done():  # else the call was cancelled meanwhile
+        ended.set_result(error)
+
+
+def start_engine(
+    args: ServerArgs, group: RankGroup, reports: list[LoadReport], eos_ids: Collection[int], on_failure: Callable[[str], None]
+) -> Engine:
+    """Makes the ranks' pools and sets them and the engine to work."""
+    num_blocks, num_pages = size_pools(args, reports)
+    group.start(num_blocks, num_pages)
+    page_bytes = max(report.page_bytes for report in reports)
+    tiers = AdapterTiers(AdapterTable(num_pages), HostTier(args.adapters.host_bytes, page_bytes))
+    blocks = BlockPool(num_blocks, BLOCK_SIZE, has_cache=reports[0].has_blocks)
+    scheduler = Scheduler(blocks, tiers.table, args.scheduler.max_batch_tokens, args.scheduler.max_running, args.adapters.weights)
+    limits = QueueLimits(args.scheduler.max_waiting, args.adapters.max_waiting)
+    engine = Engine(scheduler, tiers, group.steps, eos_ids, limits)
+    group.host_reports.start(engine.prepared)
+    engine.start(on_failure)
+    return engine
 
 
 def rank_spec(args: ServerArgs, folder: Path) -> RankSpec:

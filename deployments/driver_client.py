@@ -15,7 +15,9 @@ import ray
 from ray.exceptions import RayError, RayTaskError
 from ray.serve.handle import DeploymentHandle, DeploymentResponse
 
-from loray.deployments.errors import Incomplete, Unhealthy, from_wire
+from loray.deployments.adapter_records import AdapterChange, Changed
+from loray.deployments.adapter_status import AdapterStatus
+from loray.deployments.errors import Incomplete, LorayError, Unhealthy, from_wire
 from loray.deployments.request import GenerationRequest, TokenEvent
 from loray.deployments.token_channel import TokenReceiver
 
@@ -24,6 +26,7 @@ logger = logging.getLogger("ray.serve.loray")
 ACCEPT_S = 180.0  # a replica that is being built must be there by then
 TAIL_S = 10.0  # between the end of the Serve call and the last token on the other channel
 ASK_S = 3.0  # for questions about health and numbers
+REGISTRY_S = 15.0  # for the adapter registry, which waits for replicas itself
 MAX_LOSSES = 2  # replicas lost in a row without a single new token
 
 
@@ -32,8 +35,9 @@ class ReplicaLost(Exception):
 
 
 class DriverClient:
-    def __init__(self, driver: DeploymentHandle) -> None:
+    def __init__(self, driver: DeploymentHandle, registry: DeploymentHandle) -> None:
         self._driver = driver
+        self._registry = registry
         self._events: dict[str, asyncio.Queue[TokenEvent | None]] = {}  # None: the Serve call has ended
         self._receiver = TokenReceiver(ray.util.get_node_ip_address(), self._deliver)
         self._receiving = asyncio.create_task(self._receiver.run())
@@ -70,11 +74,31 @@ class DriverClient:
     async def healthy(self) -> bool:
         return await self._ask("healthy")
 
+    async def adapter_statuses(self) -> dict[str, list[AdapterStatus]]:
+        return msgspec.msgpack.decode(await self._ask_registry("statuses"), type=dict[str, list[AdapterStatus]])
+
+    async def change_adapter(self, change: AdapterChange) -> Changed:
+        return msgspec.msgpack.decode(await self._ask_registry("change", change), type=Changed)
+
+    async def undo_adapter_change(self, changed: Changed) -> None:
+        await self._ask_registry("undo", changed)
+
     async def _ask(self, method: str) -> Any:
         try:
             return await asyncio.wait_for(_result(getattr(self._driver, method).remote()), ASK_S)
         except (RayError, TimeoutError) as error:
             raise Unhealthy(f"no driver replica answers: {error}") from error
+
+    async def _ask_registry(self, method: str, *messages: msgspec.Struct) -> Any:
+        response = getattr(self._registry, method).remote(*map(msgspec.msgpack.encode, messages))
+        try:
+            return await asyncio.wait_for(_result(response), REGISTRY_S)
+        except RayTaskError as error:
+            if isinstance(error.cause, LorayError):
+                raise error.cause from error
+            raise
+        except (RayError, TimeoutError) as error:
+            raise Unhealthy(f"the adapter registry does not answer: {error}") from error
 
     async def _attempt(self, request: GenerationRequest) -> AsyncGenerator[TokenEvent, None]:
         """One request at one replica, to its last event."""

@@ -8,10 +8,15 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Collection
+from concurrent.futures import Future
 from queue import Empty, SimpleQueue
-from typing import Protocol
+from typing import Protocol, TypeVar
+
+import msgspec
 
 from loray.cluster.channel import Address
+from loray.cluster.host_loads import Prepared
+from loray.deployments.adapter_tiers import AdapterTiers
 from loray.deployments.adapters import Adapter
 from loray.deployments.errors import AdapterFailed, InvalidRequest, LorayError, Overloaded
 from loray.deployments.request import GenerationRequest, TokenEvent
@@ -20,8 +25,12 @@ from loray.deployments.sequence import Sequence
 from loray.deployments.token_channel import TokenSender
 from loray.models.step import Step, StepResult
 
+T = TypeVar("T")
+
 STEPS_IN_FLIGHT = 2  # one that runs, one that waits for it
 IDLE_WAIT_MS = 1000
+NUM_PREFETCHED = 16  # adapters that are asked for again, in the order of their turns, while there was no room for them
+ABORTED = "aborted"
 
 
 class Steps(Protocol):
@@ -29,31 +38,44 @@ class Steps(Protocol):
 
     def send(self, step: Step) -> None: ...
     def receive(self, timeout_ms: int) -> StepResult | None: ...
+    def wake(self) -> None:
+        """A waiting receive comes back with None. Any thread may call this."""
+        ...
+
+
+class QueueLimits(msgspec.Struct, frozen=True):
+    """Requests that may wait; beyond them one is answered with Overloaded."""
+
+    max_waiting: int
+    max_waiting_of_adapter: int
 
 
 class Engine:
-    def __init__(self, scheduler: Scheduler, steps: Steps, wake: Callable[[], None], eos_ids: Collection[int], max_waiting: int) -> None:
+    def __init__(self, scheduler: Scheduler, tiers: AdapterTiers, steps: Steps, eos_ids: Collection[int], limits: QueueLimits) -> None:
         self._scheduler = scheduler
+        self._tiers = tiers
         self._steps = steps
-        self._wake = wake
         self._eos_ids = frozenset(eos_ids)
-        self._max_waiting = max_waiting
+        self._limits = limits
         self._tokens = TokenSender()
         self._inbox: SimpleQueue[Callable[[], None]] = SimpleQueue()
         self._sequences: dict[str, Sequence] = {}
-        self._on_end: dict[str, Callable[[], None]] = {}
+        self._on_end: dict[str, Callable[[str], object]] = {}
         self._in_flight: deque[Plan] = deque()
         self._outgoing: list[tuple[Address, TokenEvent]] = []
         self._num_arrived = 0
         self._num_steps = 0
         self._num_tokens = 0
         self._num_embeddings = 0
+        self._num_host_loads = 0
+        self._host_load_seconds = 0.0
         self._last_progress = time.monotonic()
 
     # Called from any thread.
 
-    def submit(self, request: GenerationRequest, adapter: Adapter | None, reply: Address, on_end: Callable[[], None]) -> None:
-        """Every submitted request ends in a last TokenEvent to `reply`, unless aborted; then `on_end` is called."""
+    def submit(self, request: GenerationRequest, adapter: Adapter | None, reply: Address, on_end: Callable[[str], object]) -> None:
+        """Every submitted request ends in a last TokenEvent to `reply`, unless aborted; then `on_end` is called with the error's name,
+        "aborted", or nothing when all went well."""
         self._post(lambda: self._accept(request, adapter, reply, on_end))
 
     def refuse(self, request_id: str, error: LorayError, reply: Address) -> None:
@@ -62,6 +84,23 @@ class Engine:
 
     def abort(self, request_id: str) -> None:
         self._post(lambda: self._abort(request_id))
+
+    def prepared(self, prepared: Prepared) -> None:
+        """All ranks are through with reading an adapter into host memory."""
+        self._post(lambda: self._take_prepared(prepared))
+
+    def call(self, work: Callable[[AdapterTiers], T]) -> Future[T]:
+        """What `work` answers, or raises, in the engine's thread between two steps."""
+        future: Future[T] = Future()
+
+        def run() -> None:
+            try:
+                future.set_result(work(self._tiers))
+            except Exception as error:
+                future.set_exception(error)
+
+        self._post(run)
+        return future
 
     def stats(self) -> dict[str, float]:
         """Numbers for people and autoscalers; each is read without a lock and may be a step old."""
@@ -76,6 +115,13 @@ class Engine:
             "adapters_resident": scheduler.adapters.num_resident,
             "adapter_pages_used": scheduler.adapters.num_used_pages,
             "adapter_pages_total": scheduler.adapters.num_pages,
+            "adapter_evictions_gpu_total": scheduler.adapters.num_evictions,
+            "adapter_host_bytes_used": self._tiers.host.num_bytes,
+            "adapter_host_bytes_total": self._tiers.host.max_bytes,
+            "adapters_in_host": self._tiers.host.num_adapters,
+            "adapter_evictions_host_total": self._tiers.host.num_evictions,
+            "adapter_loads_host_total": self._num_host_loads,
+            "adapter_load_host_seconds_total": self._host_load_seconds,
             "preemptions_total": scheduler.num_preemptions,
             "prefix_cached_tokens_total": scheduler.num_cached_tokens,
             "steps_total": self._num_steps,
@@ -102,14 +148,17 @@ class Engine:
 
     def _post(self, command: Callable[[], None]) -> None:
         self._inbox.put(command)
-        self._wake()
+        self._steps.wake()
 
     def _turn(self) -> None:
         self._read_inbox()
         for address in self._tokens.lost():
             self._abort_all(address)
-        while len(self._in_flight) < STEPS_IN_FLIGHT and (plan := self._scheduler.schedule()):
-            self._send(plan)
+        for adapter in self._scheduler.next_adapters(NUM_PREFETCHED):
+            if not adapter.is_ready:
+                self._tiers.host.want(adapter)
+        while len(self._in_flight) < STEPS_IN_FLIGHT and self._send_next():
+            pass
         self._flush()
         result = self._steps.receive(IDLE_WAIT_MS)
         if result:
@@ -124,12 +173,19 @@ class Engine:
                 return
             command()
 
-    def _send(self, plan: Plan) -> None:
+    def _send_next(self) -> bool:
+        """The next step, or False when there is nothing to do."""
+        plan = self._scheduler.schedule()
+        prepares, drops = self._tiers.host.take_orders()
+        if plan is None and not prepares and not drops:
+            return False
+        plan = plan or Plan()  # orders ride in a step, and wait for no other
         if not self._in_flight:
             self._last_progress = time.monotonic()
         self._num_steps += 1
         self._in_flight.append(plan)
-        self._steps.send(Step(self._num_steps, list(plan.loads.values()), plan.admissions, list(plan.rows.values())))
+        self._steps.send(Step(self._num_steps, list(plan.loads.values()), plan.admissions, list(plan.rows.values()), prepares, drops))
+        return True
 
     def _complete(self, result: StepResult) -> None:
         plan = self._in_flight.popleft()
@@ -149,43 +205,44 @@ class Engine:
             if sequence.finish_reason:
                 self._forget(sequence)
 
-    def _accept(self, request: GenerationRequest, adapter: Adapter | None, reply: Address, on_end: Callable[[], None]) -> None:
+    def _accept(self, request: GenerationRequest, adapter: Adapter | None, reply: Address, on_end: Callable[[str], object]) -> None:
         sequence = Sequence(request, adapter, reply, self._num_arrived)
         self._num_arrived += 1
         if not self._tokens.knows(reply):  # a new ingress, perhaps in place of one that is gone
             self._tokens.keep({other.reply for other in self._sequences.values()})
         self._sequences[request.request_id] = sequence
         self._on_end[request.request_id] = on_end
-        refusal = self._refusal(sequence)
-        if refusal:
+        try:
+            self._check(sequence)
+        except LorayError as refusal:
             sequence.is_finished = True
-            self._end_with(sequence, refusal)
-        else:
-            self._scheduler.add(sequence)
-            self._tell(sequence)
+            return self._end_with(sequence, refusal)
+        self._scheduler.add(sequence)
+        if sequence.adapter:
+            self._tiers.host.want(sequence.adapter)
+        self._tell(sequence)
 
-    def _refusal(self, sequence: Sequence) -> LorayError | None:
-        """Why this sequence could never run here."""
+    def _check(self, sequence: Sequence) -> None:
+        """Raises if this sequence could not wait, or never run, here."""
         scheduler = self._scheduler
         num_tokens = sequence.request.max_tokens
-        if len(scheduler.waiting) >= self._max_waiting:
-            return Overloaded(f"{len(scheduler.waiting)} requests are waiting already; try again")
+        if len(scheduler.waiting) >= self._limits.max_waiting:
+            raise Overloaded(f"{len(scheduler.waiting)} requests are waiting already; try again")
+        num_waiting = scheduler.num_waiting_of(sequence.request.adapter_id)
+        if num_waiting >= self._limits.max_waiting_of_adapter:
+            raise Overloaded(f"{num_waiting} requests of {sequence.request.adapter_id or 'the base model'} are waiting already; try again")
         if scheduler.blocks.num_needed(num_tokens) > scheduler.blocks.num_blocks:
             room = scheduler.blocks.num_blocks * scheduler.blocks.block_size
             what = "the input is" if sequence.request.pooling else "prompt and max_new_tokens are"
-            return InvalidRequest(f"{what} {num_tokens} tokens, more than the KV cache holds ({room})")
-        if sequence.adapter and sequence.adapter.num_pages > scheduler.adapters.num_pages:
-            return AdapterFailed(
-                f"adapter {sequence.adapter.adapter_id!r} needs {sequence.adapter.num_pages} rank pages, "
-                f"the pool has {scheduler.adapters.num_pages}: raise adapters.gpu_bytes"
-            )
-        return None
+            raise InvalidRequest(f"{what} {num_tokens} tokens, more than the KV cache holds ({room})")
+        if sequence.adapter:
+            self._tiers.check(sequence.adapter)
 
     def _abort(self, request_id: str) -> None:
         sequence = self._sequences.get(request_id)
         if sequence:
             self._scheduler.finish(sequence)
-            self._forget(sequence)
+            self._forget(sequence, ABORTED)
 
     def _abort_all(self, reply: Address) -> None:
         """Their ingress is gone, and so are the clients behind it."""
@@ -201,14 +258,24 @@ class Engine:
 
     def _end_with(self, sequence: Sequence, error: LorayError) -> None:
         self._tell(sequence, error=type(error).__name__, message=error.message)
-        self._forget(sequence)
+        self._forget(sequence, type(error).__name__)
 
     def _tell(self, sequence: Sequence, **fields: object) -> None:
         self._outgoing.append((sequence.reply, TokenEvent(sequence.request.request_id, **fields)))  # type: ignore[arg-type]
 
-    def _forget(self, sequence: Sequence) -> None:
-        self._on_end.pop(sequence.request.request_id)()
+    def _forget(self, sequence: Sequence, error: str = "") -> None:
+        self._on_end.pop(sequence.request.request_id)(error)
         del self._sequences[sequence.request.request_id]
+        if sequence.adapter:
+            self._tiers.free_unused(sequence.adapter)
+
+    def _take_prepared(self, prepared: Prepared) -> None:
+        self._num_host_loads += 1
+        self._host_load_seconds += prepared.seconds
+        if prepared.error:
+            self._fail_adapter(self._tiers.host.failed(prepared.copy), prepared.error)
+        else:
+            self._tiers.host.arrived(prepared.copy, prepared.num_bytes)
 
     def _flush(self) -> None:
         if self._outgoing:

@@ -1,5 +1,6 @@
 """Puts the doors together: routes, health, metrics, and one error handler that speaks each API's shape. Knows nothing of Ray."""
 
+import asyncio
 import http
 import logging
 from typing import Any
@@ -10,7 +11,7 @@ from fastapi.responses import JSONResponse
 from prometheus_client import CONTENT_TYPE_LATEST
 from starlette.exceptions import HTTPException
 
-from loray.deployments import error_shapes, native, openai
+from loray.deployments import admin, error_shapes, native, openai
 from loray.deployments.errors import Incomplete, InvalidRequest, LorayError
 from loray.deployments.middleware import KeyCheck, RequestCounter
 from loray.deployments.service import Service
@@ -23,9 +24,10 @@ def make_app(service: Service) -> FastAPI:
     _add_error_handlers(app)
     app.include_router(native.make_router(service))
     app.include_router(openai.make_router(service))
+    app.include_router(admin.make_router(service))
     _add_health(app, service)
     _add_descriptions(app, service)
-    app.add_middleware(KeyCheck, key=service.args.api_keys.inference)
+    app.add_middleware(KeyCheck, keys=service.args.api_keys)
     app.add_middleware(RequestCounter, metrics=service.metrics)  # outermost: counts refusals too
     return app
 
@@ -100,7 +102,7 @@ def _add_descriptions(app: FastAPI, service: Service) -> None:
     @app.get("/metrics", tags=["description"], response_model=None)
     async def metrics(request: Request) -> Response:
         """Prometheus text, or JSON if asked for. One ingress replica answers, for itself and for the driver."""
-        stats = await service.driver_stats()
+        stats, _ = await asyncio.gather(service.driver_stats(), service.measure_adapters())
         if "application/json" in request.headers.get("accept", ""):
             return JSONResponse(service.metrics.families(stats))
         return Response(service.metrics.text(stats), media_type=CONTENT_TYPE_LATEST)

@@ -8,6 +8,7 @@ from fastapi import FastAPI
 from ray import serve
 from ray.serve.handle import DeploymentHandle
 
+from loray.deployments.admin import AdapterAdmin
 from loray.deployments.config import ServerArgs
 from loray.deployments.driver_client import DriverClient
 from loray.deployments.http_app import make_app
@@ -19,14 +20,17 @@ from loray.models.checkpoint import resolve_model
 
 @serve.ingress()
 class Ingress:
-    """`generate`, `generate_stream` and `embed` are for `serve.get_app_handle`; they take the body of POST /generate and POST /embed."""
+    """The methods are for `serve.get_app_handle`; they take the bodies of POST /generate, /embed and /admin/adapters, and need no key."""
 
-    async def __init__(self, driver: DeploymentHandle, args: ServerArgs) -> None:  # type: ignore[misc]  # Serve awaits it
+    async def __init__(  # type: ignore[misc]  # Serve awaits it
+        self, driver: DeploymentHandle, registry: DeploymentHandle, args: ServerArgs
+    ) -> None:
         folder = await asyncio.to_thread(resolve_model, args.model.id, args.model.revision)
         tokenizer = await asyncio.to_thread(Tokenizer.load, folder, args.model.trust_remote_code)
         facts = await driver.info.remote()
-        self._service = Service(args, tokenizer, DriverClient(driver), facts["max_total_tokens"], facts)
+        self._service = Service(args, tokenizer, DriverClient(driver, registry), facts["max_total_tokens"], facts)
         self._native = NativeApi(self._service)
+        self._admin = AdapterAdmin(self._service)
 
     def __serve_build_asgi_app__(self) -> FastAPI:
         return make_app(self._service)
@@ -40,3 +44,21 @@ class Ingress:
     async def generate_stream(self, body: dict[str, Any]) -> AsyncIterator[dict[str, Any]]:
         async for event in self._native.generate_stream(body):
             yield event
+
+    async def adapters_list(self, state: str | None = None) -> dict[str, Any]:
+        return await self._admin.listing(state)
+
+    async def adapters_load(self, body: dict[str, Any]) -> dict[str, Any]:
+        return await self._admin.load(body)
+
+    async def adapters_unload(self, adapter_id: str) -> dict[str, Any]:
+        return await self._admin.change("unload", adapter_id)
+
+    async def adapters_pin(self, adapter_id: str) -> dict[str, Any]:
+        return await self._admin.change("pin", adapter_id)
+
+    async def adapters_unpin(self, adapter_id: str) -> dict[str, Any]:
+        return await self._admin.change("unpin", adapter_id)
+
+    async def adapters_reload(self, adapter_id: str) -> dict[str, Any]:
+        return await self._admin.change("reload", adapter_id)

@@ -1,12 +1,14 @@
 """Prometheus metrics of one ingress replica, plus the driver's numbers at scrape time. Knows no routes."""
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from prometheus_client import CollectorRegistry, Counter, Histogram, generate_latest
 from prometheus_client.core import GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
+from loray.deployments.adapter_metrics import AdapterMetrics
+from loray.deployments.adapter_status import AdapterStatus
 from loray.deployments.generation import Generation
 from loray.deployments.request import GenerationRequest
 
@@ -25,6 +27,7 @@ class Metrics:
         self._registry = CollectorRegistry()
         self._driver = _DriverGauges()
         self._registry.register(self._driver)
+        self._adapters = AdapterMetrics(self._registry)
         self._requests = self._counter("requests", "HTTP requests", ["route", "status"])
         self._generations = self._counter("generations", "Generations by outcome", ["adapter", "outcome"])
         self._embeddings = self._counter("embeddings", "Embeddings by outcome", ["adapter", "outcome"])
@@ -42,6 +45,7 @@ class Metrics:
         """Once, when it is over."""
         kind = adapter_kind(generation.request.adapter_id)
         timing = generation.timing
+        self._adapters.observe_generation(generation, outcome)
         self._generations.labels(kind, outcome).inc()
         self._prompt_tokens.labels(kind).inc(generation.num_prompt_tokens)
         self._generated_tokens.labels(kind).inc(generation.num_tokens)
@@ -56,10 +60,15 @@ class Metrics:
     def observe_embedding(self, request: GenerationRequest, outcome: str, seconds: float) -> None:
         """Once, when it is over; seconds: since it was received."""
         kind = adapter_kind(request.adapter_id)
+        self._adapters.observe_embedding(request, outcome, outcome == EMBEDDED)
         self._embeddings.labels(kind, outcome).inc()
         self._prompt_tokens.labels(kind).inc(len(request.prompt_ids))
         if outcome == EMBEDDED:
             self._embedding.labels(kind).observe(seconds)
+
+    def observe_adapters(self, statuses: Sequence[AdapterStatus]) -> None:
+        """As the driver replicas have them now."""
+        self._adapters.observe_statuses(statuses)
 
     def text(self, driver_stats: Mapping[str, float]) -> bytes:
         self._driver.stats = driver_stats

@@ -5,33 +5,55 @@ import hmac
 from starlette.requests import Request
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+from loray.deployments.config import ApiKeyArgs
 from loray.deployments.error_shapes import response
-from loray.deployments.errors import Unauthorized
+from loray.deployments.errors import LorayError, Unauthorized
 from loray.deployments.metrics import Metrics
 
 HEALTH_CHECKS = {"/", "/health", "/ping", "/startup"}  # GET only: POST / generates
 CLIENT_GONE = "499"
+ADMIN = "/admin"
+
+
+class Forbidden(LorayError):
+    status = 403
+    error_type = "forbidden"
 
 
 class KeyCheck:
-    """Before routing, so that without the key nothing is learnt."""
+    """Before routing, so that without the key nothing is learnt. Neither key opens the other's doors."""
 
-    def __init__(self, app: ASGIApp, key: str | None) -> None:
+    def __init__(self, app: ASGIApp, keys: ApiKeyArgs) -> None:
         self._app = app
-        self._expected = None if key is None else f"Bearer {key}".encode()
+        self._keys = keys
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] != "http" or self._is_allowed(Request(scope)):
+        error = self._refusal(Request(scope)) if scope["type"] == "http" else None
+        if error:
+            await response(Request(scope), error)(scope, receive, send)
+        else:
             await self._app(scope, receive, send)
-            return
-        error = Unauthorized("the Authorization header must be 'Bearer <key>' with this server's API key")
-        await response(Request(scope), error)(scope, receive, send)
 
-    def _is_allowed(self, request: Request) -> bool:
-        path = request.url.path.removeprefix(request.scope.get("root_path", ""))
-        if self._expected is None or (request.method == "GET" and path in HEALTH_CHECKS):
-            return True
-        return hmac.compare_digest(request.headers.get("authorization", "").encode(), self._expected)
+    def _refusal(self, request: Request) -> LorayError | None:
+        path = routed_path(request.scope)
+        is_admin = path == ADMIN or path.startswith(f"{ADMIN}/")
+        key = self._keys.admin if is_admin else self._keys.inference
+        if is_admin and key is None:
+            return Forbidden("this server has no admin key: set api_keys.admin in its config to use /admin")
+        if key is None or (request.method == "GET" and path in HEALTH_CHECKS) or _has_key(request, key):
+            return None
+        name = "admin key (api_keys.admin)" if is_admin else "API key"
+        return Unauthorized(f"the Authorization header must be 'Bearer <key>' with this server's {name}")
+
+
+def _has_key(request: Request, key: str) -> bool:
+    return hmac.compare_digest(request.headers.get("authorization", "").encode(), f"Bearer {key}".encode())
+
+
+def routed_path(scope: Scope) -> str:
+    """The path as the routes see it: without the prefix that the application is mounted at."""
+    path, root = str(scope["path"]), str(scope.get("root_path", ""))
+    return path.removeprefix(root) if f"{path}/".startswith(f"{root}/") else path
 
 
 class RequestCounter:

@@ -13,7 +13,6 @@ from loray.deployments.error_shapes import native_body
 from loray.deployments.errors import InvalidRequest
 from loray.deployments.generation import GeneratedToken, Generation, Timing
 from loray.deployments.native_request import (
-    EMBED_NOT_BUILT,
     NOT_BUILT,
     EmbedBody,
     EmbedParameters,
@@ -56,7 +55,7 @@ class NativeApi:
         """Everything that can be wrong with a request before the model sees it."""
         parameters = body.parameters or Parameters()
         refuse_not_built(parameters, NOT_BUILT)
-        adapter = adapter_ref(parameters.adapter_id, parameters.adapter_source, parameters.api_token)
+        adapter = adapter_ref(parameters.adapter_id, parameters.adapter_source, parameters.api_token, parameters.merged_adapters)
         prompt_ids = await self._service.tokenizer.encode(body.inputs)
         if parameters.truncate is not None:
             prompt_ids = prompt_ids[-parameters.truncate :]
@@ -103,8 +102,7 @@ class NativeApi:
     async def respond_embed(self, body: EmbedBody, timing: Timing) -> tuple[dict[str, Any], dict[str, str]]:
         """The response and its headers."""
         parameters = body.parameters or EmbedParameters()
-        refuse_not_built(parameters, EMBED_NOT_BUILT)
-        adapter = adapter_ref(parameters.adapter_id, parameters.adapter_source, parameters.api_token)
+        adapter = adapter_ref(parameters.adapter_id, parameters.adapter_source, parameters.api_token, parameters.merged_adapters)
         prompt_ids = await self._service.tokenizer.encode(body.inputs)
         request = self._service.embedding_request(prompt_ids, adapter, NAMES.prompt)
         embedding = await self._service.embed(request, NAMES.prompt, timing)
@@ -131,7 +129,9 @@ class NativeApi:
         }
         if request.adapter:
             source = request.adapter.source or self._service.args.adapters.default_source
-            headers |= {"x-adapter-id": header_text(request.adapter_id), "x-adapter-source": source}
+            merge = request.adapter.merge
+            adapter_ids = ",".join(merge.adapter_ids) if merge else request.adapter_id
+            headers |= {"x-adapter-id": header_text(adapter_ids), "x-adapter-source": source}
         return headers
 
 

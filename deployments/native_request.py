@@ -2,13 +2,15 @@
 
 from typing import Annotated, Any, TypeVar
 
-from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationError
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationError, ValidationInfo, field_validator
 
 from loray.deployments.error_shapes import invalid_request
 from loray.deployments.errors import InvalidRequest
-from loray.deployments.request import SOURCES, AdapterRef
+from loray.deployments.request import SOURCES, AdapterRef, MajoritySign, MergeRecipe, MergeStrategy
 from loray.deployments.service import MAX_SEED, MAX_STOPS, random_seed
 from loray.models.step import MAX_TOP_K, Sampling
+
+MAX_MERGED = 16  # adapters in one merge
 
 
 def whole_characters(text: str) -> str:
@@ -20,6 +22,7 @@ def whole_characters(text: str) -> str:
 
 Text = Annotated[str, AfterValidator(whole_characters)]
 StopString = Annotated[Text, Field(min_length=1)]
+AdapterId = Annotated[Text, Field(min_length=1)]
 
 
 class Body(BaseModel):
@@ -29,6 +32,48 @@ class Body(BaseModel):
 
 
 B = TypeVar("B", bound=Body)
+
+
+class MergedAdapters(Body):
+    """Several adapters as one. lorax-client always sends a density, so linear takes one too; it uses none."""
+
+    ids: list[AdapterId] = Field(min_length=1, max_length=MAX_MERGED)
+    weights: list[float] | None = None
+    """One for each id; each is 1 when not given."""
+    merge_strategy: MergeStrategy | None = None
+    """linear, when not given."""
+    density: float | None = Field(default=None, ge=0, le=1, validate_default=True)
+    """Share of the values that ties and dare keep; they need one above 0."""
+    majority_sign_method: MajoritySign | None = None
+    """How ties and dare_ties elect a sign: total, when not given."""
+
+    @field_validator("weights")
+    @classmethod
+    def one_weight_for_each_id(cls, weights: list[float] | None, info: ValidationInfo) -> list[float] | None:
+        ids: list[str] | None = info.data.get("ids")  # None when they are wrong themselves
+        if ids and weights is not None and len(weights) != len(ids):
+            raise ValueError(f"there are {len(weights)} for {len(ids)} ids")
+        return weights
+
+    @field_validator("density")
+    @classmethod
+    def pruning_needs_a_density(cls, density: float | None, info: ValidationInfo) -> float | None:
+        strategy = info.data.get("merge_strategy") or "linear"
+        if strategy != "linear" and not density:
+            raise ValueError(f"{strategy} needs one above 0")
+        return density
+
+    @property
+    def recipe(self) -> MergeRecipe:
+        """What a strategy does not use has its default, so that equal merges are equal recipes."""
+        strategy = self.merge_strategy or "linear"
+        return MergeRecipe(
+            adapter_ids=tuple(self.ids),
+            weights=tuple(self.weights or [1.0] * len(self.ids)),
+            strategy=strategy,
+            density=1.0 if strategy == "linear" else self.density or 1.0,
+            majority_sign=(strategy.endswith("ties") and self.majority_sign_method) or "total",
+        )
 
 
 class Parameters(Body):
@@ -62,7 +107,8 @@ class Parameters(Body):
     watermark: bool | None = None
     decoder_input_details: bool | None = None
     return_k_alternatives: int | None = Field(default=None, ge=0)
-    merged_adapters: dict[str, Any] | None = None
+    merged_adapters: MergedAdapters | None = None
+    """Not together with adapter_id."""
     response_format: dict[str, Any] | None = None
 
     @property
@@ -82,7 +128,6 @@ NOT_BUILT: dict[str, Any] = {
     "watermark": False,
     "decoder_input_details": False,
     "return_k_alternatives": 0,
-    "merged_adapters": None,
     "response_format": {"type": "text"},
 }
 
@@ -99,10 +144,8 @@ class EmbedParameters(Body):
     adapter_source: Text | None = None
     api_token: Text | None = None
     """For adapters that not everybody may read."""
-    merged_adapters: dict[str, Any] | None = None
-
-
-EMBED_NOT_BUILT: dict[str, Any] = {"merged_adapters": None}
+    merged_adapters: MergedAdapters | None = None
+    """Not together with adapter_id."""
 
 
 class EmbedBody(Body):
@@ -131,11 +174,17 @@ def refuse_not_built(model: BaseModel, not_built: dict[str, Any]) -> None:
             raise InvalidRequest(f"{name}: not supported by this server yet", name)
 
 
-def adapter_ref(adapter_id: str | None, source: str | None, api_token: str | None) -> AdapterRef | None:
+def adapter_ref(
+    adapter_id: str | None, source: str | None, api_token: str | None, merged: MergedAdapters | None = None
+) -> AdapterRef | None:
     """None for the base model. What is wrong with the source is said even then."""
     if source not in (None, *SOURCES):
         raise InvalidRequest(f"adapter_source: {source!r} is not supported, only {', '.join(SOURCES)}", "adapter_source")
-    return AdapterRef(adapter_id=adapter_id, source=source or "", api_token=api_token or "") if adapter_id else None
+    if adapter_id and merged:
+        raise InvalidRequest("adapter_id and merged_adapters: at most one of them can be given", "merged_adapters")
+    recipe = merged.recipe if merged else None
+    name = f"merge of {', '.join(recipe.adapter_ids)}" if recipe else adapter_id
+    return AdapterRef(adapter_id=name, source=source or "", api_token=api_token or "", merge=recipe) if name else None
 
 
 def sampling_of(parameters: Parameters) -> Sampling:

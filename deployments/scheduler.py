@@ -1,16 +1,20 @@
 """Decides which sequences run next, and with how many tokens. Never touches tensors or Ray.
 
-A step is a map sequence -> number of tokens, from one budget: decodes first, then chunks of prompts, oldest first. Blocks are
-taken as sequences grow; when they run out the youngest gives its own back and is recomputed later. Plans are made one step
-ahead: a plan may count on tokens that an earlier, unfinished step will sample.
+A step is a map sequence -> number of tokens, from one budget: decodes first, then chunks of prompts, those of the adapter served
+least first (fair_queue.py), begun or not. Plans are made one step ahead: a plan may count on tokens that an earlier, unfinished
+step will sample.
+
+Blocks are taken as sequences grow; when they run out, one gives its own back and is recomputed later. Who that is, and when others
+give way to those that wait, is in fair_shares.py.
 """
 
-from collections import deque
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 
 from loray.deployments.adapters import Adapter, AdapterTable
 from loray.deployments.block_pool import BlockPool
+from loray.deployments.fair_queue import FairQueue, adapter_id_of
+from loray.deployments.fair_shares import Held, adapters_to_leave, may_pass, num_blocks, num_slots, victim_of_arrival, victim_of_growth
 from loray.deployments.sequence import Sequence
 from loray.models.step import AdapterLoad, Admission, Row
 
@@ -36,46 +40,58 @@ class Plan:
 
 
 class Scheduler:
-    def __init__(self, blocks: BlockPool, adapters: AdapterTable, max_batch_tokens: int, max_running: int) -> None:
+    def __init__(
+        self,
+        blocks: BlockPool,
+        adapters: AdapterTable,
+        max_batch_tokens: int,
+        max_running: int,
+        weights: Mapping[str, float] | None = None,  # by adapter id, 1 where it has none
+    ) -> None:
         self.blocks = blocks
         self.adapters = adapters
-        self.waiting: deque[Sequence] = deque()
-        self.running: list[Sequence] = []  # oldest first
+        self.waiting = FairQueue(weights or {})
+        self.running: list[Sequence] = []  # in the order of their admission
         self.num_preemptions = 0
         self.num_cached_tokens = 0  # prompt tokens that did not have to be computed
         self._max_batch_tokens = max_batch_tokens
-        self._free_slots = list(range(max_running - 1, -1, -1))
+        # A step has a token for each that runs, else a flood of decodes would leave nothing for prompts.
+        self._free_slots = list(range(min(max_running, max_batch_tokens) - 1, -1, -1))
+        self._gave_way: set[str] = set()  # ids of the adapters that did for this step; it admits none of theirs
+        self._leaving: set[Adapter] = set()  # the pool, for one that finds no pages
+
+    def num_waiting_of(self, adapter_id: str) -> int:
+        return self.waiting.num_waiting_of(adapter_id)
+
+    def next_adapters(self, limit: int) -> list[Adapter]:
+        """Adapters outside the pool that wait for their turn, in that order."""
+        return self.waiting.next_adapters(limit)
 
     def add(self, sequence: Sequence) -> None:
         if sequence.adapter:
             sequence.adapter = self.adapters.acquire(sequence.adapter)
-        self.waiting.append(sequence)
+        self.waiting.add(sequence)
 
     def finish(self, sequence: Sequence) -> None:
         """Take everything back, whatever state it is in. Steps on their way still run its rows; nobody reads the results."""
         if sequence.is_finished:
             return
         sequence.is_finished = True
-        if sequence.slot is None:
-            self.waiting.remove(sequence)
-        else:
+        self.waiting.forget(sequence)
+        if sequence.slot is not None:
             self._stop_running(sequence)
         if sequence.adapter:
             self.adapters.release(sequence.adapter)
 
     def schedule(self) -> Plan | None:
         """The next step, or None when nothing can run."""
+        self.waiting.wake_loaded()
+        self._gave_way.clear()
+        self._make_room()
         plan = Plan()
-        preemptions = self.num_preemptions
-        decodes = [s for s in self.running if s.num_to_compute == 1]
-        prefills = [s for s in self.running if s.num_to_compute > 1]
-        for sequence in decodes + prefills:
-            if sequence.slot is not None and plan.num_tokens < self._max_batch_tokens:
-                self._grow(plan, sequence)
-        if self.num_preemptions == preemptions:
-            for sequence in self._admissible():
-                if not self._free_slots or plan.num_tokens >= self._max_batch_tokens or not self._admit(plan, sequence):
-                    break
+        for sequence in [s for s in self.running if s.num_to_compute == 1]:
+            self._grow(plan, sequence)
+        self._plan_prompts(plan)
         return plan if plan.rows else None
 
     def complete(self, plan: Plan, token_ids: list[int], eos_ids: Collection[int]) -> list[Sequence]:
@@ -99,42 +115,117 @@ class Scheduler:
                 self.finish(sequence)
         return alive
 
+    def _plan_prompts(self, plan: Plan) -> None:
+        """The rest of the budget goes to prompts, begun or waiting, least served first."""
+        prefills = self._prefills()
+        prefills.sort(key=lambda sequence: (self.waiting.served(sequence), sequence.arrival), reverse=True)  # the next is the last
+        heads = self._admissible()
+        head = next(heads, None)
+        blocked: Sequence | None = None
+        while plan.num_tokens < self._max_batch_tokens and (prefills or head):
+            if not head or (prefills and self.waiting.served(prefills[-1]) <= self.waiting.served(head)):
+                self._grow(plan, prefills.pop())
+            elif adapter_id_of(head) in self._gave_way:
+                head = next(heads, None)
+            elif self._fits(head, prefills) and self._may_pass(head, blocked):
+                self._admit(plan, head)
+                head = next(heads, None)
+            else:
+                head, blocked = None if blocked else next(heads, None), head
+
     def _grow(self, plan: Plan, sequence: Sequence) -> None:
-        """Add a running sequence to the plan, at the cost of younger ones if blocks are short."""
+        """Add a running sequence to the plan, at the cost of others if blocks are short."""
+        if sequence.slot is None:  # gave way a moment ago
+            return
         count = min(sequence.num_to_compute, self._max_batch_tokens - plan.num_tokens)
         missing = self.blocks.num_needed(sequence.num_computed + count) - len(sequence.block_ids)
         while missing > self.blocks.num_free:
-            youngest = max(self.running, key=lambda running: running.arrival)
-            self._preempt(plan, youngest)
-            if youngest is sequence:
+            victim = victim_of_growth(self.running, self.waiting) or sequence
+            self._preempt(plan, victim)
+            if victim is sequence:
                 return
         self._plan_row(plan, sequence, count, self.blocks.allocate(max(missing, 0)))
 
-    def _admissible(self) -> Iterator[Sequence]:
-        """Waiting sequences, oldest first, past those whose adapter finds no pages: they block nobody."""
-        starved: set[str] = set()
-        for sequence in list(self.waiting):
-            adapter = sequence.adapter
-            if adapter and not adapter.page_ids and (adapter.version in starved or not self.adapters.can_place(adapter)):
-                starved.add(adapter.version)
-            elif sequence.num_unknown == 0:  # else it was preempted and its last token is still on its way
-                yield sequence
+    def _make_room(self) -> None:
+        """Before a step: slots and blocks for the first in the queue, from those that hold far more than they will."""
+        prefills = self._prefills()
+        num_new = num_new_blocks = num_tokens = 0  # of those that will fit
+        blocked: Sequence | None = None
+        for head in self._admissible():
+            if num_tokens >= self._max_batch_tokens or not self._may_pass(head, blocked):
+                return
+            num_wanted = self._num_wanted(head)
+            is_fit = True
+            while is_fit and len(self._free_slots) <= num_new:
+                is_fit = self._take_over(head, 1, num_slots)
+            while is_fit and self.blocks.num_free - self._num_reserved(prefills) < num_new_blocks + num_wanted:
+                is_fit = self._take_over(head, num_wanted, num_blocks)
+            if is_fit:
+                num_new, num_new_blocks, num_tokens = num_new + 1, num_new_blocks + num_wanted, num_tokens + head.num_tokens
+            elif blocked:
+                return
+            else:
+                blocked = head
 
-    def _admit(self, plan: Plan, sequence: Sequence) -> bool:
-        """Start a waiting sequence, if its whole prompt finds blocks and each running one could still take another."""
+    def _take_over(self, taker: Sequence, num_wanted: int, held: Held) -> bool:
+        victim = victim_of_arrival(taker, num_wanted, held, self._max_batch_tokens, self.running, self.waiting)
+        if victim:
+            self._preempt(Plan(), victim)
+        return victim is not None
+
+    def _may_pass(self, head: Sequence, blocked: Sequence | None) -> bool:
+        return blocked is None or may_pass(head, self._num_wanted(head), blocked, self.running, self.waiting)
+
+    def _admissible(self) -> Iterator[Sequence]:
+        """Waiting sequences that could start, least served first. Of the adapters outside the pool, the first that finds no pages is
+        the last that is looked at: pages that come free are kept for it."""
+        were_leaving, self._leaving = self._leaving, set()
+        for sequence in self.waiting:
+            adapter = sequence.adapter
+            if sequence.num_unknown:  # it was preempted and its last token is still on its way
+                continue
+            if adapter is None or adapter.page_ids:
+                if adapter not in self._leaving:
+                    yield sequence
+            elif self.adapters.can_place(adapter):
+                yield sequence
+            elif self.adapters.could_place(adapter):
+                self._leaving = adapters_to_leave(sequence, self._max_batch_tokens, were_leaving, self.running, self.waiting)
+                self.waiting.skip_outside()
+
+    def _prefills(self) -> list[Sequence]:
+        return [sequence for sequence in self.running if sequence.num_to_compute > 1]
+
+    def _num_reserved(self, prefills: Iterable[Sequence]) -> int:
+        """Blocks that are spoken for: the rest of each prompt in progress, and one more for each that runs."""
+        rest = (self.blocks.num_needed(s.num_tokens) - len(s.block_ids) for s in prefills if s.slot is not None)
+        return len(self.running) + sum(rest)
+
+    def _take_cached(self, sequence: Sequence) -> list[int]:
         # At least one token is computed, so that there is something to sample from. An embedding takes all its tokens.
         num_reusable = 0 if sequence.request.pooling else (len(sequence.token_ids) - 1) // self.blocks.block_size
-        cached = self.blocks.take_cached(sequence.hash_full_blocks(self.blocks.block_size)[:num_reusable])
-        if self.blocks.num_needed(sequence.num_tokens) - len(cached) + len(self.running) > self.blocks.num_free:
-            self.blocks.release(cached)
-            return False
+        return self.blocks.take_cached(sequence.hash_full_blocks(self.blocks.block_size)[:num_reusable])
+
+    def _num_wanted(self, sequence: Sequence) -> int:
+        """Free blocks that its whole prompt would use up."""
+        num_free = self.blocks.num_free
+        cached = self._take_cached(sequence)
+        num_wanted = self.blocks.num_needed(sequence.num_tokens) - len(cached) + num_free - self.blocks.num_free
+        self.blocks.release(cached)
+        return num_wanted
+
+    def _fits(self, sequence: Sequence, prefills: Iterable[Sequence]) -> bool:
+        return bool(self._free_slots) and self._num_wanted(sequence) + self._num_reserved(prefills) <= self.blocks.num_free
+
+    def _admit(self, plan: Plan, sequence: Sequence) -> None:
+        cached = self._take_cached(sequence)
         sequence.block_ids = cached
         sequence.num_published = len(cached)
         sequence.num_computed = len(cached) * self.blocks.block_size
         self.num_cached_tokens += sequence.num_computed
         if sequence.adapter and not sequence.adapter.page_ids:
             plan.loads[sequence.adapter] = self.adapters.place(sequence.adapter)
-        self.waiting.remove(sequence)
+        self.waiting.take(sequence)
         sequence.slot = self._free_slots.pop()
         self.running.append(sequence)
         plan.admissions.append(
@@ -151,7 +242,6 @@ class Scheduler:
         count = min(sequence.num_to_compute, self._max_batch_tokens - plan.num_tokens)
         new = self.blocks.num_needed(sequence.num_computed + count) - len(cached)
         self._plan_row(plan, sequence, count, self.blocks.allocate(new))
-        return True
 
     def _plan_row(self, plan: Plan, sequence: Sequence, count: int, new_block_ids: list[int]) -> None:
         assert sequence.slot is not None
@@ -161,14 +251,17 @@ class Scheduler:
         plan.rows[sequence] = Row(slot=sequence.slot, num_tokens=count, new_block_ids=new_block_ids, samples=samples)
         sequence.num_unknown += samples
         plan.num_tokens += count
+        self.waiting.charge(sequence, count)
 
     def _preempt(self, plan: Plan, sequence: Sequence) -> None:
         row = plan.rows.pop(sequence, None)
         if row:
             sequence.num_unknown -= row.samples
             plan.num_tokens -= row.num_tokens
+            self.waiting.charge(sequence, -row.num_tokens)
+        self._gave_way.add(adapter_id_of(sequence))
+        self.waiting.put_back(sequence)
         self._stop_running(sequence)
-        self.waiting.appendleft(sequence)
         self.num_preemptions += 1
 
     def _stop_running(self, sequence: Sequence) -> None:
@@ -179,6 +272,8 @@ class Scheduler:
         sequence.slot = None
         sequence.block_ids = []
         sequence.num_computed = sequence.num_published = 0
+        if sequence.adapter in self._leaving and all(other.adapter is not sequence.adapter for other in self.running):
+            self.adapters.discard(sequence.adapter)
 
     def _publish(self, sequence: Sequence) -> None:
         """Make its full blocks findable. Their content may still be on its way, but always ahead of any step that reads it."""

@@ -10,6 +10,8 @@ from contextlib import aclosing, asynccontextmanager
 from importlib.metadata import version
 from typing import Any, NamedTuple
 
+from loray.deployments.adapter_registry import merge_replicas
+from loray.deployments.adapter_status import AdapterStatus
 from loray.deployments.backend import Backend
 from loray.deployments.config import ServerArgs
 from loray.deployments.errors import EmbeddingFailed, Incomplete, InvalidRequest, LorayError, Unhealthy
@@ -181,6 +183,19 @@ class Service:
             return await asyncio.wait_for(self.backend.stats(), HEALTH_SECONDS)
         except Exception:
             return {}
+
+    async def adapter_statuses(self) -> list[AdapterStatus]:
+        """Of all replicas together."""
+        by_replica = await self.backend.adapter_statuses()
+        return merge_replicas(status for statuses in by_replica.values() for status in statuses)
+
+    async def measure_adapters(self) -> None:
+        """For the metrics, which must be readable also when nobody can tell."""
+        try:
+            statuses = await asyncio.wait_for(self.adapter_statuses(), HEALTH_SECONDS)
+        except Exception:
+            return
+        self.metrics.observe_adapters(statuses)
 
     def info(self) -> dict[str, Any]:
         scheduler = self.args.scheduler

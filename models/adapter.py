@@ -1,76 +1,93 @@
-"""Reads and checks a PEFT LoRA folder: its config and the header of its safetensors file. Never reads a weight, never imports torch.
+"""Reads and checks a PEFT LoRA folder: its config and the names and shapes of its tensors. Never reads a weight, never imports torch.
 
-Whatever would make the served model differ from what PEFT computes is refused here, by name.
+Whatever would make the served model differ from what PEFT computes is refused here, by name; what only the base model's weights can
+tell, the ranks refuse when they read the tensors.
 """
 
-import json
-import math
 import re
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+
+from loray.models.adapter_config import CONFIG_FILE, AdapterConfig, AdapterError
+from loray.models.adapter_header import WEIGHTS_FILE, read_shapes
+
+__all__ = ["EMBEDDINGS", "HEAD", "PAGE_RANK", "WEIGHTS_FILE", "AdapterError", "AdapterModule", "AdapterSpec", "TrainedTokens"]
+__all__ += ["read_adapter", "signature"]
 
 PAGE_RANK = 8  # LoRA ranks in one page of the pool
-CONFIG_FILE = "adapter_config.json"
-WEIGHTS_FILE = "adapter_model.safetensors"
-DTYPES = {"F32": 4, "F16": 2, "BF16": 2}  # bytes of one element
-REFUSED_FIELDS = {  # field of adapter_config.json -> what it is; any value but null, false or empty is refused
-    "use_dora": "DoRA",
-    "lora_bias": "a bias on LoRA's B",
-    "modules_to_save": "replaced modules",
-    "trainable_token_indices": "trained token embeddings",
-    "target_parameters": "LoRA on bare parameters",
-    "layer_replication": "replicated layers",
-    "alora_invocation_tokens": "activated LoRA",
-    "use_qalora": "QA-LoRA",
-    "use_bdlora": "block-diagonal LoRA",
-    "velora_config": "VeLoRA",
-    "kasa_config": "KaSA",
-    "monteclora_config": "MonteCLoRA",
-    "arrow_config": "Arrow routing",
+EMBEDDINGS = ("embed_tokens", "wte", "embed_in")  # last names of modules whose input is a token
+HEAD = "lm_head"
+KINDS = {  # of a module's tensors; where PEFT leaves out the adapter's name, others do not
+    "lora_A": r"lora_A(\.[^.]+)?\.weight",
+    "lora_B": r"lora_B(\.[^.]+)?\.weight",
+    "lora_embedding_A": r"lora_embedding_A(\.[^.]+)?",
+    "lora_embedding_B": r"lora_embedding_B(\.[^.]+)?",
+    "bias of lora_B": r"lora_B(\.[^.]+)?\.bias",
+    "magnitude": r"lora_magnitude_vector(\.[^.]+){0,2}",
+    "trained tokens": r"token_adapter\.trainable_tokens_delta(\.[^.]+)?",
+    "bias under LoRA": r"base_layer\.bias",
+    "weight under LoRA": r"base_layer\.weight",
+    "bias": r"bias",
 }
-PLAIN_INITS = {"gaussian", "eva", "orthogonal"}  # leave the base model's weights alone; pissa, olora, corda and loftq do not
-TENSOR_NAME = re.compile(r"(?P<module>.+)\.lora_(?P<side>[AB])(\.[^.]+)?\.weight")
+LORA = {"lora_A", "lora_B", "lora_embedding_A", "lora_embedding_B", "bias of lora_B", "magnitude"}
+BIASES = {"bias under LoRA", "bias"}
+TENSOR_NAMES = {kind: re.compile(rf"(?P<module>.+?)\.{ending}") for kind, ending in KINDS.items()}
 
-MAX_NUMBER = 1e30  # beyond it a scale is no float32 any more
-
-
-class AdapterError(Exception):
-    """The adapter cannot be served; the message names the adapter, the tensor or field, and the reason."""
+Shapes = dict[str, tuple[int, int]]
+Tensors = dict[str, str]  # kind -> name, of one module
 
 
 @dataclass(frozen=True, slots=True)
 class AdapterModule:
-    """LoRA on one linear: y += scale * B A x."""
+    """LoRA on one linear: y += scale * B A x. On an embedding, x is a token's place in the vocabulary, as a vector of one 1."""
 
     a_name: str  # tensor [rank, in_features]
     b_name: str  # tensor [out_features, rank]
     rank: int
     scale: float
+    b_bias_name: str = ""  # tensor [out_features], scaled as B is; "" = none
+    magnitude_name: str = ""  # tensor [out_features], DoRA's lengths of W's rows; "" = plain LoRA
+
+
+@dataclass(frozen=True, slots=True)
+class TrainedTokens:
+    """Rows of an embedding or head that replace the base model's."""
+
+    name: str  # tensor [tokens, hidden_size]
+    token_ids: tuple[int, ...]
 
 
 @dataclass(frozen=True, slots=True)
 class AdapterSpec:
-    rank: int  # the largest of its modules
-    modules: dict[str, AdapterModule]  # by module path in the base model
+    """Everything by module path in the base model."""
+
+    rank: int  # the largest of its linears', at least 1: what its pages must hold
+    modules: dict[str, AdapterModule]
+    beyond_pages: frozenset[str]  # those modules that are no linears: the embedding and the head
+    biases: dict[str, str]  # tensor [out_features] that replaces the linear's own
+    tokens: dict[str, TrainedTokens]
+    copies: dict[str, str]  # tensor that must be the base model's own weight, which PEFT saves beside LoRA on it
 
 
-@dataclass(frozen=True, slots=True)
-class _Tensor:
-    name: str
-    shape: tuple[int, ...]
-
-
-def read_adapter(folder: Path, lora_shapes: dict[str, tuple[int, int]]) -> AdapterSpec:
-    """lora_shapes: module path -> (in_features, out_features) of every linear that can carry LoRA."""
+def read_adapter(folder: Path, lora_shapes: Shapes) -> AdapterSpec:
+    """lora_shapes: module path -> (in_features, out_features) of all that can carry LoRA, linears first. A model whose embedding is
+    not among them is one that transformers runs: it takes plain LoRA."""
     try:
-        config = _read_config(folder / CONFIG_FILE)
-        _check_config(config)
-        tensors = _pair_tensors(_read_header(folder), lora_shapes)
-        modules = {path: _read_module(path, sides, config, lora_shapes[path]) for path, sides in tensors.items()}
+        config = AdapterConfig(folder / CONFIG_FILE)
+        shapes = read_shapes(folder)
+        modules = _by_module(shapes, lora_shapes, config)
+        reader = _Reader(config, shapes, lora_shapes)
+        loras = {path: reader.module(path, tensors) for path, tensors in modules.items() if _has_lora(tensors)}
+        biases = {path: reader.bias(path, tensors) for path, tensors in modules.items() if BIASES & tensors.keys()}
+        tokens = {path: reader.tokens(path, tensors) for path, tensors in modules.items() if "trained tokens" in tensors}
+        copies = {path: reader.copy(path, tensors) for path, tensors in modules.items() if "weight under LoRA" in tensors}
+        beyond_pages = {path for path in loras if _is_embedding(path) or path == HEAD}
+        if tokens and beyond_pages:
+            raise AdapterError("trainable_token_indices together with LoRA on the embedding or the head is not supported")
     except AdapterError as error:
         raise AdapterError(f"adapter {folder.name!r}: {error}") from None
-    return AdapterSpec(max(module.rank for module in modules.values()), modules)
+    ranks = [module.rank for path, module in loras.items() if path not in beyond_pages]
+    return AdapterSpec(max(ranks, default=1), loras, frozenset(beyond_pages), biases, tokens, copies)
 
 
 def signature(folder: Path) -> str:
@@ -82,141 +99,127 @@ def signature(folder: Path) -> str:
     return ",".join(f"{stat.st_ino}-{stat.st_size}-{stat.st_mtime_ns}" for stat in stats)
 
 
-def _read_config(file: Path) -> dict[str, Any]:
-    try:
-        config = json.loads(file.read_bytes())
-    except FileNotFoundError:
-        raise AdapterError(f"{CONFIG_FILE} is missing") from None
-    except (OSError, ValueError, RecursionError) as error:
-        raise AdapterError(f"{CONFIG_FILE} cannot be read: {error}") from None
-    if not isinstance(config, dict):
-        raise AdapterError(f"{CONFIG_FILE} is not a JSON object")
-    return config
+def _has_lora(tensors: Tensors) -> bool:
+    return bool(LORA & tensors.keys())
 
 
-def _check_config(config: dict[str, Any]) -> None:
-    if config.get("peft_type") != "LORA":
-        raise AdapterError(f"peft_type is {config.get('peft_type')!r}, only 'LORA' can be served")
-    if config.get("bias", "none") != "none":
-        raise AdapterError(f"bias is {config['bias']!r}: trained biases are not supported, only 'none'")
-    for field, meaning in REFUSED_FIELDS.items():
-        if config.get(field):
-            raise AdapterError(f"{field} is {config[field]!r}: {meaning} is not supported")
-    init = config.get("init_lora_weights", True)
-    if isinstance(init, str) and init not in PLAIN_INITS:
-        raise AdapterError(f"init_lora_weights is {init!r}: it changes the base model's weights; save the adapter as plain LoRA first")
-    for field in ("rank_pattern", "alpha_pattern"):
-        pattern = config.get(field) or {}
-        if not isinstance(pattern, dict) or not all(_is_number(value) for value in pattern.values()):
-            raise AdapterError(f"{field} is not a map from module names to numbers")
-        for key in pattern:
-            _compile(field, key)
-    for field in ("r", "lora_alpha"):
-        if not _is_number(config.get(field)):
-            raise AdapterError(f"{field} is {config.get(field)!r}, not a number")
+def _is_embedding(path: str) -> bool:
+    return path.rpartition(".")[2] in EMBEDDINGS
 
 
-def _read_header(folder: Path) -> dict[str, Any]:
-    """The safetensors header: tensor name -> dtype, shape, data_offsets; checked against the file's size."""
-    file = folder / WEIGHTS_FILE
-    if not file.is_file():
-        if (folder / "adapter_model.bin").exists():
-            raise AdapterError(
-                "adapter_model.bin is a pickle, which can run code and is never loaded; convert it where you trust it: "
-                "safetensors.torch.save_file(torch.load('adapter_model.bin', weights_only=True), 'adapter_model.safetensors')"
-            )
-        raise AdapterError(f"{WEIGHTS_FILE} is missing")
-    try:
-        with open(file, "rb") as opened:
-            size = file.stat().st_size
-            header_size = int.from_bytes(opened.read(8), "little")
-            if size < 8 or header_size > size - 8:
-                raise AdapterError(f"{WEIGHTS_FILE} is cut short: {size} bytes cannot hold its header")
-            header = json.loads(opened.read(header_size))
-    except (OSError, ValueError, RecursionError) as error:
-        raise AdapterError(f"{WEIGHTS_FILE} is corrupt: {error}") from None
-    if not isinstance(header, dict):
-        raise AdapterError(f"{WEIGHTS_FILE} is corrupt: its header is not a JSON object")
-    header.pop("__metadata__", None)
-    if not header:
-        raise AdapterError(f"{WEIGHTS_FILE} holds no tensors")
-    data_size = size - 8 - header_size
-    for name, entry in header.items():
-        _check_entry(name, entry, data_size)
-    if (used := sum(entry["data_offsets"][1] - entry["data_offsets"][0] for entry in header.values())) != data_size:
-        raise AdapterError(f"{WEIGHTS_FILE} is corrupt: it has {data_size} bytes of data, and its tensors {used}")
-    return header
-
-
-def _check_entry(name: str, entry: Any, data_size: int) -> None:
-    try:
-        dtype, shape, (begin, end) = entry["dtype"], entry["shape"], entry["data_offsets"]
-        is_plain = all(type(number) is int and number >= 0 for number in (*shape, begin, end))
-    except (TypeError, KeyError, ValueError):
-        is_plain = False
-    if not is_plain:
-        raise AdapterError(f"{WEIGHTS_FILE} is corrupt: the entry of {name} cannot be understood")
-    if dtype not in DTYPES:
-        raise AdapterError(f"{name} has dtype {dtype}; only {', '.join(DTYPES)} are supported")
-    if end > data_size:
-        raise AdapterError(f"{WEIGHTS_FILE} is cut short: {name} ends at byte {end} of {data_size}")
-    if end - begin != math.prod(shape) * DTYPES[dtype]:
-        raise AdapterError(f"{WEIGHTS_FILE} is corrupt: {name} has {end - begin} bytes, its shape {shape} needs another number")
-
-
-def _pair_tensors(header: dict[str, Any], lora_shapes: dict[str, tuple[int, int]]) -> dict[str, dict[str, _Tensor]]:
-    """Module path -> its tensors "A" and "B"."""
-    modules: dict[str, dict[str, _Tensor]] = {}
-    for name, entry in header.items():
-        match = TENSOR_NAME.fullmatch(name)
-        if match is None:
-            raise AdapterError(f"tensor {name} is not supported: only lora_A and lora_B of linear layers are")
-        path = _module_path(match["module"], lora_shapes)
+def _by_module(names: dict[str, tuple[int, ...]], lora_shapes: Shapes, config: AdapterConfig) -> dict[str, Tensors]:
+    modules: dict[str, Tensors] = {}
+    for name in names:
+        kind, module = _kind(name)
+        path = _module_path(module, lora_shapes)
         if path is None:
-            raise AdapterError(f"tensor {name}: the base model has no module {match['module']!r} that can carry LoRA")
-        sides = modules.setdefault(path, {})
-        if match["side"] in sides:
-            raise AdapterError(f"tensors {sides[match['side']].name} and {name} are both lora_{match['side']} of {path}")
-        sides[match["side"]] = _Tensor(name, tuple(entry["shape"]))
-    for path, sides in modules.items():
-        if len(sides) < 2:
-            present, absent = ("A", "B") if "A" in sides else ("B", "A")
-            raise AdapterError(f"module {path} has {sides[present].name} but no lora_{absent}")
+            raise AdapterError(f"tensor {name}: the base model has no module {module!r} that can carry LoRA{_hint(kind, module)}")
+        if kind in LORA and not any(config.is_targeted(known) for known in (path, module.removeprefix("base_model.model."))):
+            raise AdapterError(f"tensor {name}: the config does not target {path}, so PEFT would not read it")
+        tensors = modules.setdefault(path, {})
+        if kind in tensors:
+            raise AdapterError(f"tensors {tensors[kind]} and {name} are both {kind} of {path}")
+        tensors[kind] = name
     return modules
 
 
-def _module_path(name: str, lora_shapes: dict[str, tuple[int, int]]) -> str | None:
+def _kind(name: str) -> tuple[str, str]:
+    """What a tensor is, and of which module."""
+    for kind, pattern in TENSOR_NAMES.items():
+        if match := pattern.fullmatch(name):
+            return kind, match["module"]
+    if name.endswith(".weight"):
+        raise AdapterError(
+            f"tensor {name} replaces a weight of the base model: modules trained as a whole and added tokens are not supported"
+        )
+    raise AdapterError(f"tensor {name} is not supported: it is no part of LoRA on a linear, an embedding or the head")
+
+
+def _hint(kind: str, module: str) -> str:
+    if kind == "bias":
+        return ": trained biases of other modules than linears are not supported"
+    if kind in ("lora_embedding_A", "lora_embedding_B", "trained tokens") or module.endswith(HEAD):
+        return ": LoRA on the embedding or the head is not supported for it"
+    return ""
+
+
+def _module_path(name: str, lora_shapes: Shapes) -> str | None:
     """Adapters made from the bare model leave out what the whole model calls it ("model", "transformer")."""
     bare = name.removeprefix("base_model.model.")
     model = next(iter(lora_shapes), "").partition(".")[0]
     return next((path for path in (bare, name, f"{model}.{bare}") if path in lora_shapes), None)
 
 
-def _read_module(path: str, sides: dict[str, _Tensor], config: dict[str, Any], shape: tuple[int, int]) -> AdapterModule:
-    rank = _by_pattern(config, "rank_pattern", path, config["r"])
-    alpha = _by_pattern(config, "alpha_pattern", path, config["lora_alpha"])
-    if type(rank) is not int or rank < 1:
-        raise AdapterError(f"the rank of {path} is {rank!r}, not a positive whole number")
-    in_features, out_features = shape
-    for side, wanted in (("A", (rank, in_features)), ("B", (out_features, rank))):
-        if sides[side].shape != wanted:
-            raise AdapterError(f"tensor {sides[side].name} has shape {sides[side].shape}, the base model and the config need {wanted}")
-    scale = alpha / (math.sqrt(rank) if config.get("use_rslora") else rank)
-    return AdapterModule(sides["A"].name, sides["B"].name, rank, scale)
+class _Reader:
+    """Checks the tensors of one module after another against the config and the base model."""
 
+    def __init__(self, config: AdapterConfig, shapes: dict[str, tuple[int, ...]], lora_shapes: Shapes) -> None:
+        self._config, self._shapes, self._lora_shapes = config, shapes, lora_shapes
+        self._is_native = any(_is_embedding(path) for path in lora_shapes)
 
-def _by_pattern(config: dict[str, Any], field: str, path: str, default: Any) -> Any:
-    """The first key that matches the end of the path, as PEFT does it."""
-    pattern = config.get(field) or {}
-    return next((value for key, value in pattern.items() if _compile(field, key).match(path)), default)
+    def module(self, path: str, tensors: Tensors) -> AdapterModule:
+        config, (inputs, outputs) = self._config, self._lora_shapes[path]
+        a, b = ("lora_embedding_A", "lora_embedding_B") if _is_embedding(path) else ("lora_A", "lora_B")
+        self._check_kinds(path, tensors, a, b)
+        rank = config.rank(path)
+        self._check_shape(tensors[a], (rank, inputs), is_embedding=_is_embedding(path))
+        self._check_shape(tensors[b], (outputs, rank), is_embedding=path == HEAD)
+        for kind in ("bias of lora_B", "magnitude"):
+            if kind in tensors:
+                self._check_shape(tensors[kind], (outputs,), is_embedding=path == HEAD)
+        return AdapterModule(
+            tensors[a], tensors[b], rank, config.scale(path), tensors.get("bias of lora_B", ""), tensors.get("magnitude", "")
+        )
 
+    def bias(self, path: str, tensors: Tensors) -> str:
+        """PEFT puts a module with LoRA around the base model's, whose bias it finds there and nowhere else."""
+        kind = "bias under LoRA" if _has_lora(tensors) else "bias"
+        if kind not in tensors:
+            name = next(tensors[other] for other in BIASES if other in tensors)
+            raise AdapterError(f"tensor {name}: PEFT would not read it, for {path} has {'LoRA' if _has_lora(tensors) else 'no LoRA'}")
+        if _is_embedding(path) or path == HEAD:
+            raise AdapterError(f"tensor {tensors[kind]}: {path} has no bias")
+        self._check_shape(tensors[kind], self._lora_shapes[path][1:])
+        return tensors[kind]
 
-def _compile(field: str, key: str) -> re.Pattern[str]:
-    try:
-        return re.compile(rf"(.*\.)?({key})$")
-    except re.error as error:
-        raise AdapterError(f"{field} has a key that is no regular expression, {key!r}: {error}") from None
+    def tokens(self, path: str, tensors: Tensors) -> TrainedTokens:
+        name, token_ids = tensors["trained tokens"], self._config.token_ids(path)
+        if not _is_embedding(path) and path != HEAD:
+            raise AdapterError(f"tensor {name}: {path} has no tokens")
+        inputs, outputs = self._lora_shapes[path]
+        vocab_size, hidden_size = (inputs, outputs) if _is_embedding(path) else (outputs, inputs)
+        if any(not 0 <= token_id < vocab_size for token_id in token_ids):
+            raise AdapterError(f"trainable_token_indices is {token_ids}, the base model has {vocab_size}: added tokens are not supported")
+        if len(set(token_ids)) < len(token_ids):
+            raise AdapterError("trainable_token_indices names a token twice")
+        self._check_shape(name, (len(token_ids), hidden_size))
+        return TrainedTokens(name, token_ids)
 
+    def copy(self, path: str, tensors: Tensors) -> str:
+        name, (inputs, outputs) = tensors["weight under LoRA"], self._lora_shapes[path]
+        if not _is_embedding(path) and path != HEAD:
+            raise AdapterError(f"tensor {name}: a replaced weight of the base model is not supported")
+        self._check_shape(name, (inputs, outputs) if _is_embedding(path) else (outputs, inputs), is_embedding=True)
+        return name
 
-def _is_number(value: Any) -> bool:
-    return isinstance(value, int | float) and not isinstance(value, bool) and abs(value) <= MAX_NUMBER
+    def _check_kinds(self, path: str, tensors: Tensors, a: str, b: str) -> None:
+        for present, absent in ((a, b), (b, a)):
+            if absent not in tensors:
+                found = tensors.get(present) or next(iter(tensors.values()))
+                raise AdapterError(f"module {path} has {found} but no {absent}")
+        if "magnitude" in tensors and not self._config.use_dora:
+            raise AdapterError(f"tensor {tensors['magnitude']}: use_dora is not set, so PEFT would not read it")
+        if "magnitude" not in tensors and self._config.use_dora:
+            raise AdapterError(f"use_dora is set, but module {path} has no lora_magnitude_vector")
+        if "bias of lora_B" in tensors and not self._config.lora_bias:
+            raise AdapterError(f"tensor {tensors['bias of lora_B']}: lora_bias is not set, so PEFT would not read it")
+        if self._config.use_dora and not self._is_native:
+            raise AdapterError("use_dora: DoRA is not supported on a model that transformers runs")
+        if self._config.ensure_weight_tying and (_is_embedding(path) or path == HEAD):
+            raise AdapterError(f"ensure_weight_tying is set: LoRA on {path} shared with what is tied to it is not supported")
+
+    def _check_shape(self, name: str, wanted: tuple[int, ...], is_embedding: bool = False) -> None:
+        """is_embedding: one of its sizes is the vocabulary's."""
+        if self._shapes[name] != wanted:
+            hint = "; added tokens are not supported" if is_embedding else ""
+            raise AdapterError(f"tensor {name} has shape {self._shapes[name]}, the base model and the config need {wanted}{hint}")

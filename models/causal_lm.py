@@ -14,7 +14,7 @@ from torch import Tensor
 from loray.models.device_memory import free_bytes
 from loray.models.hosted_model import Compute, HostedModel, HostedOptions
 from loray.models.lora import LoraPool
-from loray.models.lora_groups import lora_groups, sort_key
+from loray.models.lora_groups import lora_groups, sort_key, special_rows
 from loray.models.padded_batch import PaddedBatch
 from loray.models.planner import SMALLEST_CONTEXT
 from loray.models.sampler import sample
@@ -42,6 +42,7 @@ class CausalLMRunner:
         self._load_seconds = time.perf_counter() - started
         self._device, self._dtype, self._block_size = device, dtype, block_size
         self._lora = LoraPool(self._hosted.model)
+        self.host_adapters = self._lora.host
         self._slots = Slots.empty(max_running, max_blocks=0)
         self._pooling: list[Pooling] = [""] * max_running
         self._hidden_sums: dict[int, Tensor] = {}  # slot -> [hidden_size] float32, of the tokens computed so far
@@ -159,6 +160,7 @@ class CausalLMRunner:
         runs = [self._slots.runs[slot] for slot in slots]
         self._hosted.rows.num_tokens = input_ids.numel()
         self._hosted.rows.lora_groups = tuple(lora_groups(runs, [length] * len(group), self._upload))
+        self._hosted.rows.specials = tuple(special_rows(runs, [length] * len(group), [False] * len(group), self._lora.specials))
         output, batch = compute(slots, input_ids, is_real, past)
         self._batches.append(batch)
         self._slots.num_computed[slots] += num_tokens

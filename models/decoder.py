@@ -7,8 +7,8 @@ from typing import ClassVar
 from torch import Tensor, nn
 
 from loray.models.batch import Batch
-from loray.models.linear import Head
 from loray.models.shards import HeadShard
+from loray.models.vocabulary import Head
 
 
 class Decoder(nn.Module, ABC):
@@ -28,6 +28,6 @@ class Decoder(nn.Module, ABC):
     def hidden(self, batch: Batch, kv_caches: Sequence[Tensor]) -> Tensor:
         """[num_tokens, hidden], as the head takes them; one cache for each layer, [num_blocks, block_size, 2 * num_kv_heads, head_dim]."""
 
-    def logits(self, hidden: Tensor) -> Tensor:
-        """[num_samples, hidden] -> [num_samples, vocab_size], on every rank."""
-        return self.lm_head(hidden)
+    def logits(self, hidden: Tensor, batch: Batch) -> Tensor:
+        """[num_samples, hidden] of the batch's sample tokens -> [num_samples, vocab_size], on every rank."""
+        return self.lm_head(hidden, batch)

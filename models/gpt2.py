@@ -9,9 +9,10 @@ from loray.models.attention import PagedAttention, Scoring
 from loray.models.batch import Batch
 from loray.models.decoder import Decoder
 from loray.models.layers import PositionEmbedding, activation
-from loray.models.linear import Embedding, Head, column_linear, row_linear
+from loray.models.linear import column_linear, row_linear
 from loray.models.parallel import Parallel
 from loray.models.shards import cut, cut_heads
+from loray.models.vocabulary import Embedding, Head
 
 
 class GPT2Attention(nn.Module):
@@ -68,7 +69,7 @@ class GPT2Model(nn.Module):
         self.ln_f = nn.LayerNorm(config.hidden_size, config.layer_norm_epsilon)
 
     def forward(self, batch: Batch, kv_caches: Sequence[Tensor]) -> Tensor:
-        x = self.wte(batch.input_ids) + self.wpe(batch.positions)
+        x = self.wte(batch) + self.wpe(batch.positions)
         for block, kv_cache in zip(self.h, kv_caches, strict=True):
             x = block(x, kv_cache, batch)
         return self.ln_f(x)

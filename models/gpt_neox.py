@@ -9,10 +9,11 @@ from loray.models.attention import PagedAttention, Rope, Scoring
 from loray.models.batch import Batch
 from loray.models.decoder import Decoder
 from loray.models.layers import activation
-from loray.models.linear import Embedding, Head, column_linear, row_linear
+from loray.models.linear import column_linear, row_linear
 from loray.models.parallel import Parallel
 from loray.models.rotary import RotaryEmbedding
 from loray.models.shards import Shard, cut, cut_heads
+from loray.models.vocabulary import Embedding, Head
 
 
 class GPTNeoXAttention(nn.Module):
@@ -72,7 +73,7 @@ class GPTNeoXModel(nn.Module):
         self.rotary_emb = RotaryEmbedding(config, rotary_dim, max_total_tokens)
 
     def forward(self, batch: Batch, kv_caches: Sequence[Tensor]) -> Tensor:
-        x = self.embed_in(batch.input_ids)
+        x = self.embed_in(batch)
         rope = self.rotary_emb(batch.positions)
         for layer, kv_cache in zip(self.layers, kv_caches, strict=True):
             x = layer(x, rope, kv_cache, batch)

@@ -11,6 +11,7 @@ from transformers.pytorch_utils import Conv1D
 from loray.kernels.lora import LoraGroup, LoraPages, add_lora
 from loray.models.linear import Projection
 from loray.models.shards import Shard
+from loray.models.special import SpecialRows
 
 
 class ForwardRows:
@@ -18,6 +19,7 @@ class ForwardRows:
 
     num_tokens: int = 0  # rows * padded length
     lora_groups: tuple[LoraGroup, ...] = ()
+    specials: tuple[SpecialRows, ...] = ()
 
 
 class HostedLinear(nn.Module):
@@ -32,6 +34,8 @@ class HostedLinear(nn.Module):
         assert isinstance(weight, Tensor)
         # Says dtype and device of the pages; a quantized linear's own weight would say int8.
         self.weight = torch.empty(0, dtype=weight.dtype if weight.is_floating_point() else dtype, device=weight.device)
+        self.bias = linear.bias.detach() if isinstance(linear.bias, Tensor) else None
+        self.counts_shifts = True
         self.lora: LoraPages | None = None
         self._rows = rows
 
@@ -46,6 +50,9 @@ class HostedLinear(nn.Module):
         x = inputs[0].reshape(-1, self.in_size).to(self.weight.dtype)
         assert len(x) == self._rows.num_tokens, "a linear with LoRA sees every token of the batch"
         y = output.view(-1, self.out_size)
+        for rows in self._rows.specials:
+            if change := rows.special.changes.get(self):
+                change.of_linear(y[rows.tokens], None)
         add_lora(y, x, self.lora, self._rows.lora_groups)
 
 

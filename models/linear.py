@@ -1,4 +1,4 @@
-"""Linear layers and embeddings cut among ranks. Each knows which part of which checkpoint tensor is its own; none reads files.
+"""Linear layers cut among ranks. Each knows which part of which checkpoint tensor is its own; none reads files.
 
 A layer may fuse several linears of the checkpoint (q|k|v, gate|up), and may carry LoRA pages for them.
 """
@@ -13,8 +13,9 @@ from torch import Tensor, nn
 from loray.kernels.half_linear import HalfMatrix, pack_half
 from loray.kernels.lora import LoraPages, add_lora
 from loray.models.batch import Batch
+from loray.models.dora import row_squares, squares_of
 from loray.models.parallel import Parallel
-from loray.models.shards import Shard, cut
+from loray.models.shards import Shard
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,31 +57,44 @@ class Linear(nn.Module):
         self.bias = nn.Parameter(torch.empty(self.out_size), requires_grad=False) if bias else None
         self.lora: LoraPages | None = None
         self._half: HalfMatrix | None = None
+        self._squares: Tensor | None = None  # [outputs] float32, of the weight's rows
         self._parallel = parallel
-        self._is_row_parallel = is_row_parallel
+        self.is_summed = is_row_parallel  # over the ranks
+        self.counts_shifts = not is_row_parallel or parallel.rank == 0  # what is added to a summed output counts once
         self._is_conv1d = is_conv1d  # the checkpoint's matrices are [in, out]
 
     def forward(self, x: Tensor, batch: Batch) -> Tensor:
         # [num_tokens, inputs of this rank] -> [num_tokens, outputs of this rank]
         y = self.partial(x, batch)
-        return self._parallel.all_reduce(y) if self._is_row_parallel else y
+        return self._parallel.all_reduce(y) if self.is_summed else y
 
     def partial(self, x: Tensor, batch: Batch) -> Tensor:
         """Without the sum over the ranks: whoever adds several such outputs sums them once."""
-        bias = None if self._is_row_parallel and self._parallel.rank > 0 else self.bias  # a summed bias counts once
-        if self._half is None:
-            y = F.linear(x, self.weight, bias)
-        else:
-            y = self._half(x)
-            if bias is not None:
-                y += bias
+        bias = self.bias if self.counts_shifts else None
+        y = self._base(x, bias)
+        for rows in batch.specials:
+            if change := rows.special.changes.get(self):
+                change.of_linear(y[rows.tokens], bias)
         if batch.lora_groups:
             assert self.lora is not None, "a row has LoRA pages, but no pages were allocated"
             add_lora(y, x, self.lora, batch.lora_groups)
         return y
 
+    def _base(self, x: Tensor, bias: Tensor | None) -> Tensor:
+        if self._half is None:
+            return F.linear(x, self.weight, bias)
+        y = self._half(x)
+        return y if bias is None else y.add_(bias)
+
+    def row_squares(self, projection: int, a: Tensor, b: Tensor) -> Tensor:
+        """[width] of one projection's weight and LoRA, over this rank's inputs. a [rank, inputs], b [rank, width]."""
+        assert self._squares is not None, "weights are loaded before adapters"
+        product = self._base(a, None).split(self.widths, 1)[projection]
+        return row_squares(self._squares.split(self.widths)[projection], product, a, b)
+
     def pack(self) -> None:
         """Once the weights are here: keep them in the form that is read fastest."""
+        self._squares = squares_of(self.weight, 1)
         self._half = pack_half(self.weight)
         if self._half is not None:
             self.weight.data = self.weight.new_empty(0)
@@ -130,63 +144,3 @@ def row_linear(name: str, inputs: tuple[int, Shard], out_features: int, bias: bo
 def whole_linear(name: str, in_features: int, out_features: int, bias: bool, parallel: Parallel) -> Linear:
     """The same on every rank."""
     return column_linear(in_features, {name: (out_features, Shard(0, out_features))}, bias, parallel)
-
-
-class Embedding(nn.Module):
-    """Token embeddings, cut by vocabulary."""
-
-    def __init__(self, vocab_size: int, hidden_size: int, parallel: Parallel) -> None:
-        super().__init__()
-        self._vocab_size = vocab_size
-        self._parallel = parallel
-        self._part = cut(vocab_size, parallel.rank, parallel.world_size)
-        self.weight = nn.Parameter(torch.empty(self._part.size, hidden_size), requires_grad=False)
-
-    def forward(self, input_ids: Tensor) -> Tensor:  # [num_tokens] -> [num_tokens, hidden_size]
-        if self._parallel.world_size == 1:
-            return F.embedding(input_ids, self.weight)
-        local = input_ids - self._part.start
-        is_elsewhere = (local < 0) | (local >= self._part.size)
-        x = F.embedding(local.masked_fill(is_elsewhere, 0), self.weight)
-        return self._parallel.all_reduce(x.masked_fill_(is_elsewhere[:, None], 0))
-
-    def weights(self, path: str) -> Iterator[Weight]:
-        shape = (self._vocab_size, self.weight.shape[1])
-        yield Weight(f"{path}.weight", shape, (self._part.slice, slice(None)), self.weight)
-
-
-class Head(nn.Module):
-    """Hidden states to logits, cut by vocabulary. Tied: its weight is the embedding's, unless the checkpoint has another for it."""
-
-    def __init__(self, vocab_size: int, hidden_size: int, parallel: Parallel, tied_to: Embedding | None) -> None:
-        super().__init__()
-        self._vocab_size = vocab_size
-        self._parallel = parallel
-        self._part = cut(vocab_size, parallel.rank, parallel.world_size)
-        self._shared = None if tied_to is None else tied_to.weight
-        self.weight = nn.Parameter(torch.empty(self._part.size, hidden_size), requires_grad=False) if tied_to is None else tied_to.weight
-        self._half: HalfMatrix | None = None
-
-    @property
-    def is_tied(self) -> bool:
-        return self.weight is self._shared
-
-    def untie(self) -> None:
-        """The checkpoint has a tensor for it."""
-        self.weight = nn.Parameter(torch.empty_like(self.weight), requires_grad=False)
-
-    def forward(self, hidden: Tensor) -> Tensor:  # [num_samples, hidden_size] -> [num_samples, vocab_size], on every rank
-        logits = F.linear(hidden, self.weight) if self._half is None else self._half(hidden)
-        return self._parallel.gather_columns(logits, self._vocab_size)
-
-    def pack(self) -> None:
-        if self._shared is not None and not self.is_tied and torch.equal(self.weight, self._shared):  # the same once more: keep one
-            self.weight = self._shared
-        self._half = pack_half(self.weight)
-        if self._half is not None and not self.is_tied:
-            self.weight.data = self.weight.new_empty(0)
-
-    def weights(self, path: str) -> Iterator[Weight]:
-        if not self.is_tied:
-            shape = (self._vocab_size, self.weight.shape[1])
-            yield Weight(f"{path}.weight", shape, (self._part.slice, slice(None)), self.weight)

@@ -9,11 +9,12 @@ from loray.models.attention import PagedAttention, Rope, Scoring
 from loray.models.batch import Batch
 from loray.models.decoder import Decoder
 from loray.models.layers import RMSNorm, activation, gate
-from loray.models.linear import Embedding, Head, column_linear, row_linear
+from loray.models.linear import column_linear, row_linear
 from loray.models.llama_variant import Variant, head_dim_of, variant_of
 from loray.models.parallel import Parallel
 from loray.models.rotary import RotaryEmbedding
 from loray.models.shards import cut, cut_heads
+from loray.models.vocabulary import Embedding, Head
 
 
 class LlamaAttention(nn.Module):
@@ -101,7 +102,7 @@ class LlamaModel(nn.Module):
 
     def forward(self, batch: Batch, kv_caches: Sequence[Tensor]) -> Tensor:
         variant = self._variant
-        x = self.embed_tokens(batch.input_ids)
+        x = self.embed_tokens(batch)
         if variant.embedding_scale != 1:
             x = x * x.new_tensor(variant.embedding_scale)  # rounded to the model's dtype, as Gemma does it
         ropes = {name: rotary(batch.positions) for name, rotary in self.rotary_embs.items()}
@@ -141,8 +142,8 @@ class LlamaForCausalLM(Decoder):
     def hidden(self, batch: Batch, kv_caches: Sequence[Tensor]) -> Tensor:
         return self.model(batch, kv_caches)
 
-    def logits(self, hidden: Tensor) -> Tensor:
-        logits = self.lm_head(hidden)
+    def logits(self, hidden: Tensor, batch: Batch) -> Tensor:
+        logits = self.lm_head(hidden, batch)
         if self._logit_scale != 1:
             logits *= self._logit_scale
         if self._logit_cap:

@@ -1,34 +1,49 @@
-"""The pool of rank pages on one rank: room for every linear of the model, filled from PEFT folders. Who owns a page, the driver knows.
+"""The pool of rank pages on one rank: room for every linear of the model, filled with adapters. Who owns a page, the driver knows.
 
 A page holds 8 LoRA ranks of A and B for every linear. Pages of one adapter may lie anywhere; what it does not use is zero.
 """
 
+from collections.abc import Mapping
 from pathlib import Path
 
 import torch
-from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
 
 from loray.kernels.lora import LoraPages
-from loray.models.adapter import PAGE_RANK, WEIGHTS_FILE, AdapterError, AdapterModule, read_adapter, signature
+from loray.models.adapter import PAGE_RANK, AdapterError
+from loray.models.adapter_tensors import RankAdapter, Target, read_rank_adapter
+from loray.models.host_adapters import HostAdapters
 from loray.models.hosted_linear import HostedLinear
-from loray.models.linear import Linear, Projection
+from loray.models.linear import Linear
+from loray.models.lora_groups import Run, page_runs
+from loray.models.parallel import Parallel
+from loray.models.special import Special
+from loray.models.special_loads import changes_of, fold_gains
 from loray.models.step import AdapterLoad
+from loray.models.vocabulary import Embedding, Head
 
 
 class LoraPool:
-    def __init__(self, model: nn.Module) -> None:
+    def __init__(self, model: nn.Module, parallel: Parallel | None = None) -> None:
         self._linears = {path: module for path, module in model.named_modules() if isinstance(module, Linear | HostedLinear)}
+        self._parallel = parallel or Parallel()
+        self._device = next((linear.weight.device for linear in self._linears.values()), torch.device("cpu"))
+        self._targets = {
+            name: Target(linear, index, linear.projections[index])
+            for path, linear in self._linears.items()
+            for index, name in enumerate(linear.paths(path))
+        }
+        for path, module in model.named_modules():
+            if isinstance(module, Embedding | Head):
+                self._targets[path] = Target(module, 0, module.projection)
         self.num_pages = 0
+        self.host = HostAdapters(self._read)
+        self.specials: dict[int, Special] = {}  # of the adapters that have more than pages, by the first of these
 
     @property
     def shapes(self) -> dict[str, tuple[int, int]]:
-        """Module path -> (in_features, out_features) of the whole, unsharded linear."""
-        return {
-            name: (projection.in_features, projection.out_features)
-            for path, linear in self._linears.items()
-            for name, projection in zip(linear.paths(path), linear.projections, strict=True)
-        }
+        """Module path -> (in_features, out_features) of the whole, unsharded module, linears first."""
+        return {path: target.shape for path, target in self._targets.items()}
 
     @property
     def page_bytes(self) -> int:
@@ -44,61 +59,65 @@ class LoraPool:
             linear.lora = LoraPages(a, b, linear.widths)
 
     def load_all(self, loads: list[AdapterLoad]) -> dict[int, str]:
-        """Index in loads -> why it failed, for those that did."""
-        reasons: dict[int, str] = {}
-        for index, load in enumerate(loads):
-            try:
-                _check_signature(load)
-                self.load(Path(load.path), load.page_ids)
-                _check_signature(load)
-            except AdapterError as error:
-                reasons[index] = str(error)
+        """Fill the pages of each load, all of them; where the adapter cannot be read, on this rank or another, they are zero.
+
+        Index in loads -> why it failed, for those that did, the same ones on every rank.
+        """
+        if not loads:
+            return {}
+        found = [self._find(load) for load in loads]
+        failed = self._parallel.any_rank([isinstance(adapter, str) for adapter in found], self._device)
+        reasons = {}
+        for index, (load, adapter) in enumerate(zip(loads, found, strict=True)):
+            self._forget(load.page_ids)
+            if isinstance(adapter, str) or failed[index]:
+                reasons[index] = adapter if isinstance(adapter, str) else "another rank could not read the adapter"
+                self._fill(page_runs(load.page_ids), {})
+            else:
+                self._place(adapter, load.page_ids)
         return reasons
 
-    def load(self, folder: Path, page_ids: list[int]) -> None:
-        """Fill these pages, all of them; when the adapter cannot be read, they are zero."""
-        self._clear(page_ids)
-        spec = read_adapter(folder, self.shapes)
-        if spec.rank > len(page_ids) * PAGE_RANK:
-            raise AdapterError(f"adapter {folder.name!r}: rank {spec.rank} does not fit into {len(page_ids)} pages")
+    def _read(self, folder: Path) -> RankAdapter:
+        return read_rank_adapter(folder, self._targets, is_pinned=self._device.type == "cuda")
+
+    def _find(self, load: AdapterLoad) -> RankAdapter | str:
+        """From host memory, else from its folder; or why there is none."""
         try:
-            with safe_open(folder / WEIGHTS_FILE, "pt") as file:
-                for path, linear in self._linears.items():
-                    for index, name in enumerate(linear.paths(path)):
-                        if name in spec.modules:
-                            self._fill(linear, index, _read(file, spec.modules[name], linear.projections[index]), page_ids)
-        except (SafetensorError, OSError) as error:
-            self._clear(page_ids)
-            raise AdapterError(f"adapter {folder.name!r}: {WEIGHTS_FILE} cannot be read: {error}") from error
+            adapter = self.host.find(load.path, load.signature) or self.host.read(load.path, load.signature)
+        except AdapterError as error:
+            return str(error)
+        if adapter.spec.rank > len(load.page_ids) * PAGE_RANK:
+            return f"adapter {Path(load.path).name!r}: rank {adapter.spec.rank} does not fit into {len(load.page_ids)} pages"
+        return adapter
 
-    def _clear(self, page_ids: list[int]) -> None:
-        for linear in self._linears.values():
+    def _forget(self, page_ids: list[int]) -> None:
+        for first_page, special in list(self.specials.items()):
+            if not special.page_ids.isdisjoint(page_ids):
+                del self.specials[first_page]
+
+    def _place(self, adapter: RankAdapter, page_ids: list[int]) -> None:
+        matrices = adapter.matrices(self._device)
+        if not adapter.has_pages_only:
+            gains = fold_gains(adapter, matrices, self._targets, self._parallel)
+            changes = changes_of(adapter, matrices, gains, self._targets)
+            self.specials[min(page_ids)] = Special(frozenset(page_ids), changes)
+        self._fill(page_runs(page_ids), matrices)
+
+    def _fill(self, runs: tuple[Run, ...], matrices: Mapping[tuple[str, str], Tensor]) -> None:
+        for path, linear in self._linears.items():
             assert linear.lora is not None, "pages are loaded before they are allocated"
-            ranks = _pool_ranks(page_ids).to(linear.weight.device)
-            linear.lora.a.index_fill_(1, ranks, 0)
-            linear.lora.b.index_fill_(0, ranks, 0)
-
-    @staticmethod
-    def _fill(linear: Linear | HostedLinear, index: int, matrices: tuple[Tensor, Tensor], page_ids: list[int]) -> None:
-        assert linear.lora is not None
-        a, b = (matrix.to(linear.weight.device, linear.weight.dtype) for matrix in matrices)
-        ranks = _pool_ranks(page_ids)[: len(a)].to(linear.weight.device)
-        linear.lora.a[index].index_copy_(0, ranks, a)
-        linear.lora.b.split(linear.widths, 1)[index].index_copy_(0, ranks, b)
+            b_parts = linear.lora.b.split(linear.widths, 1)
+            for name, pool_a, pool_b in zip(linear.paths(path), linear.lora.a.unbind(), b_parts, strict=True):
+                _scatter(pool_a, matrices.get((name, "a"), pool_a[:0]), runs)
+                _scatter(pool_b, matrices.get((name, "b"), pool_b[:0]), runs)
 
 
-def _check_signature(load: AdapterLoad) -> None:
-    if load.signature and load.signature != signature(Path(load.path)):
-        raise AdapterError(f"adapter {Path(load.path).name!r}: its files changed after they were checked")
-
-
-def _pool_ranks(page_ids: list[int]) -> Tensor:
-    """[len(page_ids) * 8] the pages' ranks in the pool."""
-    return (torch.tensor(page_ids)[:, None] * PAGE_RANK + torch.arange(PAGE_RANK)).flatten()
-
-
-def _read(file: safe_open, module: AdapterModule, projection: Projection) -> tuple[Tensor, Tensor]:
-    """This rank's part of A [rank, inputs] and of scale * B^T [rank, outputs]."""
-    a = file.get_slice(module.a_name)[:, projection.in_part.slice]
-    b = torch.cat([file.get_slice(module.b_name)[part.slice] for part in projection.out_parts])
-    return a, b.T.float() * module.scale
+def _scatter(pool: Tensor, matrix: Tensor, runs: tuple[Run, ...]) -> None:
+    """The matrix's rows into the pool's ranks of the runs; zero where it has no more."""
+    first = 0
+    for start, end in runs:
+        rows = matrix[first : first + end - start]
+        pool[start : start + len(rows)].copy_(rows)
+        if start + len(rows) < end:
+            pool[start + len(rows) : end].zero_()
+        first += end - start

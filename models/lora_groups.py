@@ -1,7 +1,7 @@
 """Puts a step's tokens into groups whose adapters can be multiplied at once. Host arithmetic; the products are in kernels/lora.py."""
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 
 import numpy as np
 from numpy.typing import NDArray
@@ -9,6 +9,7 @@ from torch import Tensor
 
 from loray.kernels.lora import LoraGroup, Padding, PoolView
 from loray.models.adapter import PAGE_RANK
+from loray.models.special import Special, SpecialRows
 
 Run = tuple[int, int]  # first rank and end of consecutive ranks in the pool
 MAX_PADDING = 1.5  # a group may compute this many times its tokens: padding costs less than another call, up to a point
@@ -73,6 +74,20 @@ def lora_groups(runs: list[tuple[Run, ...]], num_tokens: list[int], upload: Call
             yield _group(scattered, upload)
     if draft:
         yield _group(draft, upload)
+
+
+def special_rows(
+    runs: Sequence[tuple[Run, ...]], num_tokens: Sequence[int], samples: Sequence[bool], specials: Mapping[int, Special]
+) -> Iterator[SpecialRows]:
+    """For the rows of a step in their order: the runs of each row's adapter, its number of tokens, and whether its last one samples."""
+    if not specials:
+        return
+    token = sample = 0
+    for row_runs, count, is_sample in zip(runs, num_tokens, samples, strict=True):
+        special = specials.get(row_runs[0][0] // PAGE_RANK) if row_runs else None
+        if special is not None:
+            yield SpecialRows(slice(token, token + count), slice(sample, sample + is_sample), special)
+        token, sample = token + count, sample + is_sample
 
 
 def _segments(runs: list[tuple[Run, ...]], num_tokens: list[int]) -> Iterator[tuple[int, int, tuple[Run, ...]]]:

@@ -9,9 +9,10 @@ from loray.models.attention import PagedAttention, Scoring
 from loray.models.batch import Batch
 from loray.models.decoder import Decoder
 from loray.models.layers import PositionEmbedding, activation
-from loray.models.linear import Embedding, Head, column_linear, row_linear, whole_linear
+from loray.models.linear import column_linear, row_linear, whole_linear
 from loray.models.parallel import Parallel
 from loray.models.shards import cut, cut_heads
+from loray.models.vocabulary import Embedding, Head
 
 
 class OPTAttention(nn.Module):
@@ -66,7 +67,7 @@ class OPTDecoder(nn.Module):
         self.layers = nn.ModuleList(OPTDecoderLayer(config, parallel) for _ in range(config.num_hidden_layers))
 
     def forward(self, batch: Batch, kv_caches: Sequence[Tensor]) -> Tensor:
-        x = self.embed_tokens(batch.input_ids)
+        x = self.embed_tokens(batch)
         if self.project_in is not None:
             x = self.project_in(x, batch)
         x = x + self.embed_positions(batch.positions)

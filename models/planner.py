@@ -3,7 +3,7 @@
 Rows are ordered decodes first, then by adapter, so that the tokens of an adapter are neighbours.
 """
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
 import numpy as np
@@ -12,8 +12,9 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from loray.models.batch import AttentionGroup, Batch, Mask
-from loray.models.lora_groups import lora_groups, sort_key
+from loray.models.lora_groups import lora_groups, sort_key, special_rows
 from loray.models.slots import Slots
+from loray.models.special import Special
 from loray.models.step import Row
 
 Ints = NDArray[np.int64]
@@ -31,12 +32,21 @@ class Plan:
 
 
 class Planner:
-    def __init__(self, slots: Slots, tokens: Tensor, block_size: int, dtype: torch.dtype, windows: frozenset[int]) -> None:
+    def __init__(
+        self,
+        slots: Slots,
+        tokens: Tensor,
+        block_size: int,
+        dtype: torch.dtype,
+        windows: frozenset[int],
+        specials: Mapping[int, Special],
+    ) -> None:
         self._slots = slots
         self._tokens = tokens  # [max_running, columns] int32, on the device
         self._block_size = block_size
         self._dtype = dtype
         self._windows = windows  # of the model's layers, 0 = none
+        self._specials = specials  # by first page
 
     def plan(self, rows: list[Row]) -> Plan:
         order = self._order(rows)
@@ -49,12 +59,14 @@ class Planner:
         blocks = self._slots.block_table[token_slots, positions // self._block_size]
         samples = np.array([rows[i].samples for i in order], bool)
         last_tokens = offsets + num_tokens - 1
+        runs = [self._slots.runs[slot] for slot in slots]
         batch = Batch(
             input_ids=self._tokens.view(-1)[self._upload(token_slots * self._tokens.shape[1] + positions)],
             positions=self._upload(positions),
             kv_slots=self._upload(blocks * self._block_size + positions % self._block_size),
             groups=tuple(self._groups(slots, starts, num_tokens, offsets)),
-            lora_groups=tuple(lora_groups([self._slots.runs[slot] for slot in slots], num_tokens.tolist(), self._upload)),
+            lora_groups=tuple(lora_groups(runs, num_tokens.tolist(), self._upload)),
+            specials=tuple(special_rows(runs, num_tokens.tolist(), samples.tolist(), self._specials)),
             sample_tokens=None if samples.all() and num_tokens.max() == 1 else self._upload(last_tokens[samples]),
         )
         place = {row: i for i, row in enumerate(np.array(order)[samples].tolist())}

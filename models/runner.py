@@ -23,7 +23,7 @@ from loray.models.pooler import Pooler
 from loray.models.registry import model_class
 from loray.models.sampler import sample
 from loray.models.slots import Slots
-from loray.models.step import AdapterLoad, Admission, LoadReport, Row, Step, StepResult
+from loray.models.step import Admission, LoadReport, Row, Step, StepResult
 
 
 class Runner:
@@ -45,12 +45,13 @@ class Runner:
             self._model = model_class(config)(config, parallel, max_total_tokens)
             self._weight_bytes = load_weights(self._model, model_path)
         self._load_seconds = time.perf_counter() - started
-        self._parallel, self._device, self._dtype, self._block_size = parallel, device, dtype, block_size
-        self._lora = LoraPool(self._model)
+        self._device, self._dtype, self._block_size = device, dtype, block_size
+        self._lora = LoraPool(self._model, parallel)
+        self.host_adapters = self._lora.host
         self._slots = Slots.empty(max_running, max_blocks=-(-max_total_tokens // block_size) + 1)
         # One column more: a row that runs one step beyond its end samples a token nobody reads.
         self._tokens = torch.zeros(max_running, max_total_tokens + 1, dtype=torch.int32, device=device)
-        self._planner = Planner(self._slots, self._tokens, block_size, dtype, self._model.windows)
+        self._planner = Planner(self._slots, self._tokens, block_size, dtype, self._model.windows, self._lora.specials)
         self._pooler = Pooler()
         self._kv_cache: KVCache | None = None
 
@@ -77,7 +78,7 @@ class Runner:
 
     @torch.inference_mode()
     def execute(self, step: Step) -> StepResult:
-        failed_loads = self._load_adapters(step.loads)
+        failed_loads = self._lora.load_all(step.loads)
         for admission in step.admissions:
             self._admit(admission)
         if not step.rows:
@@ -97,18 +98,10 @@ class Runner:
         if not len(plan.sample_slots):
             return [], []
         last = hidden if plan.batch.sample_tokens is None else hidden[plan.batch.sample_tokens]  # [num_samples, hidden]
-        token_ids, logprobs = sample(self._model.logits(last), self._slots.sampling(plan.sample_slots, plan.sample_positions))
+        token_ids, logprobs = sample(self._model.logits(last, plan.batch), self._slots.sampling(plan.sample_slots, plan.sample_positions))
         places = torch.from_numpy(plan.sample_slots * self._tokens.shape[1] + plan.sample_positions).to(self._device)
         self._tokens.view(-1).index_copy_(0, places, token_ids.int())
         return _ordered(token_ids, plan.result_order), _ordered(logprobs, plan.result_order)
-
-    def _load_adapters(self, loads: list[AdapterLoad]) -> dict[int, str]:
-        """Index in loads -> why it failed. Ranks agree: an adapter that one of them cannot read counts as failed on all."""
-        reasons = self._lora.load_all(loads)
-        if not loads:
-            return reasons
-        failed = self._parallel.any_rank([index in reasons for index in range(len(loads))], self._device)
-        return {i: reasons.get(i, "another rank could not read the adapter") for i, is_failed in enumerate(failed) if is_failed}
 
     def _admit(self, admission: Admission) -> None:
         self._slots.admit(admission)

@@ -51,13 +51,22 @@ class AdapterLoad(msgspec.Struct, frozen=True, array_like=True):
     signature: str = ""  # of the files as they were validated; a rank that finds others refuses the load
 
 
+class HostCopy(msgspec.Struct, frozen=True, array_like=True):
+    """A rank's part of one version of an adapter, kept in host memory."""
+
+    path: str
+    signature: str
+
+
 class Step(msgspec.Struct, frozen=True, array_like=True):
-    """Applied in this order: loads, admissions, rows."""
+    """Applied in this order: loads, admissions, rows, drops; what is to be prepared is read meanwhile, beside the steps."""
 
     step_id: int
     loads: list[AdapterLoad]
     admissions: list[Admission]
     rows: list[Row]
+    prepares: list[HostCopy] = []
+    drops: list[HostCopy] = []
 
 
 class StepResult(msgspec.Struct, frozen=True, array_like=True):

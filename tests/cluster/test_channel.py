@@ -30,7 +30,7 @@ def test_every_rank_gets_the_same_step_and_rank_0_answers() -> None:
 
 def test_a_waiting_receive_is_woken_from_another_thread() -> None:
     sender = StepSender(HOST, world_size=1)
-    threading.Timer(0.1, sender.waker.wake).start()
+    threading.Timer(0.1, sender.wake).start()
     started = time.monotonic()
     assert sender.receive(30_000) is None
     assert time.monotonic() - started < 20

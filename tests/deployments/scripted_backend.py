@@ -6,6 +6,8 @@ from typing import Any, TypeVar
 
 import httpx
 
+from loray.deployments.adapter_records import AdapterChange, AdapterSet, Changed
+from loray.deployments.adapter_status import AdapterStatus
 from loray.deployments.config import ServerArgs
 from loray.deployments.http_app import make_app
 from loray.deployments.request import GenerationRequest, TokenEvent
@@ -33,6 +35,10 @@ class ScriptedBackend:
         self.requests: list[GenerationRequest] = []
         self.endings: list[str] = []  # "" = ran to its end
         self.is_healthy = True
+        self.statuses: dict[str, list[AdapterStatus]] = {"replica": []}
+        self.changes: list[AdapterChange] = []
+        self.records = AdapterSet()
+        self.loads: dict[str, list[AdapterStatus]] = {}  # by adapter id: how its status goes on after a change, one at each look
 
     async def generate(self, request: GenerationRequest) -> AsyncGenerator[TokenEvent, None]:
         self.requests.append(request)
@@ -67,8 +73,43 @@ class ScriptedBackend:
     async def adapters(self) -> list[str]:
         return ["pirate", "org/poet"]
 
+    async def adapter_statuses(self) -> dict[str, list[AdapterStatus]]:
+        for adapter_id, coming in self.loads.items():
+            if coming and any(change.ref.adapter_id == adapter_id for change in self.changes):
+                others = [status for status in self.statuses["replica"] if status.adapter_id != adapter_id]
+                self.statuses["replica"] = [*others, coming.pop(0)]
+        return self.statuses
+
+    async def change_adapter(self, change: AdapterChange) -> Changed:
+        self.changes.append(change)
+        if change.action == "unload":
+            self.statuses["replica"] = [status for status in self.statuses["replica"] if status.adapter_id != change.ref.adapter_id]
+        return self.records.change(change)
+
+    async def undo_adapter_change(self, changed: Changed) -> None:
+        self.records.undo(changed)
+
     async def healthy(self) -> bool:
         return self.is_healthy
+
+
+def status_of(adapter_id: str, state: Any = "host", **fields: Any) -> AdapterStatus:
+    values = {
+        "source": "local",
+        "revision": "",
+        "version": "1f2e3d4c5b6a",
+        "rank": 8,
+        "is_pinned": False,
+        "is_private": False,
+        "gpu_bytes": 0,
+        "host_bytes": 1 << 20,
+        "disk_bytes": 0,
+        "num_running": 0,
+        "num_served": 0,
+        "num_failed": 0,
+        "last_used": 0.0,
+    }
+    return AdapterStatus(adapter_id=adapter_id, state=state, **{**values, **fields})
 
 
 def tokens_of(text: str) -> list[list[int]]:

@@ -1,6 +1,7 @@
 """A scheduler and a simulated rank that step together, without threads, sockets or the engine."""
 
-from collections import deque
+from collections import Counter, deque
+from collections.abc import Mapping
 
 from loray.cluster.channel import Address
 from loray.deployments.adapters import Adapter, AdapterTable
@@ -26,12 +27,15 @@ class Server:
         max_running: int = 8,
         eos: int = -1,
         has_cache: bool = True,
+        weights: Mapping[str, float] | None = None,
     ) -> None:
-        self.scheduler = Scheduler(BlockPool(num_blocks, BLOCK, has_cache), AdapterTable(num_pages), max_batch_tokens, max_running)
+        blocks, adapters = BlockPool(num_blocks, BLOCK, has_cache), AdapterTable(num_pages)
+        self.scheduler = Scheduler(blocks, adapters, max_batch_tokens, max_running, weights)
         self.rank = SimulatedRank(num_blocks, BLOCK, num_pages)
         self.in_flight: deque[tuple[Plan, Step]] = deque()
         self.eos_ids = {eos}
         self.embeddings: dict[Sequence, list[float]] = {}
+        self.served: Counter[str] = Counter()  # adapter id -> tokens computed
         self.arrivals = 0
 
     def add(self, prompt: list[int], max_new_tokens: int, adapter: str = "", num_pages: int = 1, pooling: Pooling = "") -> Sequence:
@@ -69,6 +73,8 @@ class Server:
             return False
         plan, step = self.in_flight.popleft()
         result = self.rank.execute(step)
+        for sequence, row in plan.rows.items():
+            self.served[sequence.request.adapter_id] += row.num_tokens
         embeddings = dict(zip(plan.pooled, result.embeddings, strict=True))
         for sequence in self.scheduler.complete(plan, result.token_ids, self.eos_ids):
             if sequence in embeddings:

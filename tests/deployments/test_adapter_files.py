@@ -69,5 +69,14 @@ def test_nothing_outside_a_root_can_be_named(root: Path, name: str) -> None:
         AdapterFiles([root], SHAPES).find(name)
 
 
+def test_a_file_that_links_out_of_the_root_is_not_served(root: Path) -> None:
+    save_folder(root.parent / "outside", rank=4)
+    weights = root / "small" / "adapter_model.safetensors"
+    weights.unlink()
+    weights.symlink_to(root.parent / "outside" / weights.name)
+    with pytest.raises(AdapterNotFound):
+        AdapterFiles([root], SHAPES).find("small")
+
+
 def test_an_absolute_path_inside_a_root_is_fine(root: Path) -> None:
     assert AdapterFiles([root], SHAPES).find(str(root / "small")).path == str(root / "small")

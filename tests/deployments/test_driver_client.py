@@ -4,19 +4,23 @@ import asyncio
 import tracemalloc
 from collections.abc import Coroutine, Generator, Sequence
 from contextlib import closing
+from types import SimpleNamespace
 from typing import Any
 
 import msgspec
 import pytest
-from ray.exceptions import ActorDiedError
+from ray.exceptions import ActorDiedError, RayTaskError
 
 from loray.cluster.channel import Address
+from loray.deployments.adapter_records import AdapterChange
+from loray.deployments.adapter_registry import AdapterRegistry, Patience
 from loray.deployments.driver_client import MAX_LOSSES, DriverClient
-from loray.deployments.errors import Incomplete
-from loray.deployments.request import GenerationRequest, TokenEvent
+from loray.deployments.errors import Incomplete, Unhealthy
+from loray.deployments.registry_follower import RegistryFollower
+from loray.deployments.request import AdapterRef, GenerationRequest, TokenEvent
 from loray.deployments.token_channel import TokenSender
 from loray.models.step import Sampling
-from tests.deployments.scripted_backend import T, run
+from tests.deployments.scripted_backend import T, run, status_of
 
 Play = Sequence[dict[str, Any]]  # one replica's events; after one that is not the last the replica dies
 ACCEPTED: dict[str, Any] = {}
@@ -66,7 +70,7 @@ class Client(DriverClient):
     """Tells the driver of the test what has arrived."""
 
     def __init__(self, driver: Driver) -> None:
-        super().__init__(driver)  # type: ignore[arg-type]
+        super().__init__(driver, None)  # type: ignore[arg-type]
         self._delivered = driver.delivered
 
     def _deliver(self, event: TokenEvent) -> None:
@@ -137,3 +141,61 @@ def test_a_token_costs_no_copy_of_those_before_it() -> None:
         assert play(driver, peak()) < num_before
     finally:
         tracemalloc.stop()
+
+
+class Registry:
+    """Serve's handle to the adapter registry: what its replica raises arrives wrapped, and a lost replica is an error of Ray's."""
+
+    def __init__(self) -> None:
+        self.registry = AdapterRegistry(Patience(poll_s=0.2, answer_s=1))
+        self.is_lost = False
+
+    def __getattr__(self, method: str) -> Any:
+        async def call(*arguments: bytes) -> Any:
+            if self.is_lost:
+                raise ActorDiedError()
+            try:
+                return await getattr(self.registry, method)(*arguments)
+            except Exception as error:
+                raise RayTaskError(method, "a traceback", error).as_instanceof_cause() from error
+
+        return SimpleNamespace(remote=call)
+
+
+CHANGE = AdapterChange(action="load", ref=AdapterRef(adapter_id="pirate"))
+
+
+def test_changes_and_statuses_go_through_the_registry() -> None:
+    async def scenario() -> None:
+        registry, applied = Registry(), asyncio.Event()
+
+        async def apply(records: bytes) -> None:
+            applied.set()
+
+        async def statuses() -> list[Any]:
+            return [status_of("pirate")]
+
+        client = DriverClient(None, registry)  # type: ignore[arg-type]
+        with pytest.raises(Unhealthy, match="no driver replica"):
+            await client.change_adapter(CHANGE)
+        following = asyncio.create_task(RegistryFollower(registry, "a", apply, statuses).run())  # type: ignore[arg-type]
+        while not registry.registry._live():
+            await asyncio.sleep(0)
+        changed = await client.change_adapter(CHANGE)
+        assert applied.is_set() and changed.record.ref == CHANGE.ref
+        assert await client.adapter_statuses() == {"a": [status_of("pirate")]}
+        await client.undo_adapter_change(changed)
+        assert (await client.change_adapter(CHANGE)).previous is None
+        following.cancel()
+
+    run(scenario())
+
+
+def test_a_registry_that_is_lost_is_a_clear_error() -> None:
+    async def scenario() -> None:
+        registry = Registry()
+        registry.is_lost = True
+        with pytest.raises(Unhealthy, match="the adapter registry does not answer"):
+            await DriverClient(None, registry).adapter_statuses()  # type: ignore[arg-type]
+
+    run(scenario())

@@ -128,7 +128,6 @@ def test_embed_takes_loraxs_parameters() -> None:
         ({"inputs": ["hello"]}, "inputs"),
         ({"inputs": "x", "parameters": {"temperature": 1}}, "temperature: unknown field"),
         ({"inputs": "x", "parameters": {"adapter_source": "ftp"}}, "adapter_source"),
-        ({"inputs": "x", "parameters": {"merged_adapters": {"ids": ["a"]}}}, "merged_adapters: not supported"),
         ({"inputs": "x", "stream": True}, "stream: unknown field"),
         ({}, "inputs: field required"),
     ],

@@ -1,22 +1,27 @@
 import threading
 import time
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 import msgspec
 import pytest
 import zmq
 
 from loray.cluster.channel import Address, bind
+from loray.cluster.host_loads import Prepared
+from loray.deployments.adapter_tiers import AdapterTiers
 from loray.deployments.adapters import Adapter, AdapterTable
 from loray.deployments.block_pool import BlockPool
-from loray.deployments.engine import Engine
+from loray.deployments.engine import Engine, QueueLimits
+from loray.deployments.errors import AdapterFailed
+from loray.deployments.host_tier import HostTier
 from loray.deployments.request import GenerationRequest, TokenEvent
 from loray.deployments.scheduler import Scheduler
-from loray.models.step import Sampling, Step, StepResult
+from loray.models.step import HostCopy, Sampling, Step, StepResult
 from tests.deployments.simulated_rank import SimulatedRank, embedding, greedy
 
 NUM_BLOCKS, BLOCK, NUM_PAGES = 32, 4, 4
+PAGE_BYTES, HOST_BYTES = 100, 400
 
 
 class RankInProcess:
@@ -28,16 +33,34 @@ class RankInProcess:
         self.woken = threading.Event()
         self.gate = threading.Event()
         self.gate.set()
+        self.on_prepared: Callable[[Prepared], None] = lambda prepared: None
+        self.slow_paths: set[str] = set()  # never read to the end, unless the test says so
+        self.lost_paths: set[str] = set()  # cannot be read into host memory
+        self.prepared: list[HostCopy] = []
+        self.dropped: list[HostCopy] = []
 
     def send(self, step: Step) -> None:
         self.queue.append(step)
 
+    def wake(self) -> None:
+        self.woken.set()
+
     def receive(self, timeout_ms: int) -> StepResult | None:
         if self.queue and self.gate.is_set():
-            return self.rank.execute(self.queue.popleft())
+            step = self.queue.popleft()
+            result = self.rank.execute(step)
+            self.dropped += step.drops
+            for copy in step.prepares:
+                if copy.path not in self.slow_paths:
+                    self.prepare(copy)
+            return result
         self.woken.wait(0.02 if self.queue else timeout_ms / 1000)
         self.woken.clear()
         return None
+
+    def prepare(self, copy: HostCopy) -> None:
+        self.prepared.append(copy)
+        self.on_prepared(Prepared(copy, PAGE_BYTES, 0.5, "torn" if copy.path in self.lost_paths else ""))
 
 
 class Client:
@@ -48,6 +71,7 @@ class Client:
         self.socket, self.address = bind(zmq.PULL, "127.0.0.1")
         self.events: dict[str, list[TokenEvent]] = {}
         self.ended: dict[str, threading.Event] = {}
+        self.errors: dict[str, str] = {}
 
     def submit(
         self, name: str, prompt: list[int], max_new_tokens: int = 8, adapter: Adapter | None = None, output: list[int] | None = None
@@ -63,7 +87,11 @@ class Client:
     def _send(self, request: GenerationRequest, adapter: Adapter | None) -> None:
         self.events[request.request_id] = []
         self.ended[request.request_id] = threading.Event()
-        self.engine.submit(request, adapter, self.address, self.ended[request.request_id].set)
+        self.engine.submit(request, adapter, self.address, lambda error: self.end(request.request_id, error))
+
+    def end(self, name: str, error: str) -> None:
+        self.errors[name] = error
+        self.ended[name].set()
 
     def finish(self, name: str) -> list[TokenEvent]:
         while not (self.events[name] and self.events[name][-1].is_last):
@@ -84,8 +112,10 @@ def steps() -> RankInProcess:
 
 @pytest.fixture
 def engine(steps: RankInProcess) -> Iterator[Engine]:
-    scheduler = Scheduler(BlockPool(NUM_BLOCKS, BLOCK), AdapterTable(NUM_PAGES), max_batch_tokens=16, max_running=8)
-    engine = Engine(scheduler, steps, steps.woken.set, eos_ids=[], max_waiting=3)
+    tiers = AdapterTiers(AdapterTable(NUM_PAGES), HostTier(HOST_BYTES, PAGE_BYTES))
+    scheduler = Scheduler(BlockPool(NUM_BLOCKS, BLOCK), tiers.table, max_batch_tokens=16, max_running=8)
+    engine = Engine(scheduler, tiers, steps, eos_ids=[], limits=QueueLimits(3, 2))
+    steps.on_prepared = engine.prepared
     engine.start(on_failure=lambda reason: pytest.fail(reason))
     yield engine
     deadline = time.monotonic() + 5
@@ -205,7 +235,7 @@ def test_an_ingress_that_is_gone_stops_nobody(client: Client, engine: Engine) ->
     ended = threading.Event()
     request = GenerationRequest(request_id="lost", prompt_ids=[1], max_new_tokens=20, sampling=Sampling())
     nowhere = Address("tcp://127.0.0.1:9", zmq.curve_keypair()[0])
-    engine.submit(request, None, nowhere, ended.set)
+    engine.submit(request, None, nowhere, lambda error: ended.set())
     assert ended.wait(5)
     client.submit("r", [1])
     assert client.tokens("r") == greedy("", [1], 8)
@@ -249,3 +279,78 @@ def test_pending_work_without_results_counts_as_a_stall(client: Client, steps: R
         time.sleep(0.01)
     steps.gate.set()
     client.finish("r")
+
+
+def test_an_adapter_that_is_being_read_holds_up_nobody_but_its_own(client: Client, steps: RankInProcess) -> None:
+    steps.slow_paths = {"slow"}
+    slow = Adapter("slow", "slow", "slow", 1)
+    client.submit("slow", [1], adapter=slow)
+    for name in ("x", "y"):
+        client.submit(name, [1], adapter=Adapter(name, name, name, 1))
+    assert client.tokens("x") == greedy("x", [1], 8) and client.tokens("y") == greedy("y", [1], 8)
+    assert [event.token_ids for event in client.events["slow"]] == [[]], "accepted, and nothing more"
+    steps.prepare(slow.host_copy)
+    assert client.tokens("slow") == greedy("slow", [1], 8)
+
+
+def test_an_adapter_that_no_rank_can_read_fails_its_own_requests_and_can_be_tried_again(
+    client: Client, steps: RankInProcess, engine: Engine
+) -> None:
+    steps.lost_paths = {"torn"}
+    client.submit("1", [1], adapter=Adapter("torn", "torn", "torn", 1))
+    client.submit("2", [1])
+    assert (client.finish("1")[-1].error, client.finish("1")[-1].message) == ("AdapterFailed", "torn")
+    assert client.errors["1"] == "AdapterFailed" and client.tokens("2") == greedy("", [1], 8)
+    assert engine.stats()["adapters_in_host"] == engine.stats()["adapter_host_bytes_used"] == 0
+    steps.lost_paths = set()
+    client.submit("3", [1], adapter=Adapter("torn", "torn", "torn", 1))
+    assert client.tokens("3") == greedy("torn", [1], 8) and client.errors["3"] == ""
+
+
+def test_more_adapters_than_either_tier_holds_are_all_served(client: Client, steps: RankInProcess, engine: Engine) -> None:
+    names = [f"a{i}" for i in range(12)]
+    for turn in range(3):
+        for name in names:
+            client.submit(f"{name}-{turn}", [1], adapter=Adapter(name, name, name, 2))
+            assert client.tokens(f"{name}-{turn}") == greedy(name, [1], 8)
+    stats = engine.stats()
+    assert stats["adapter_evictions_gpu_total"] == 34 and stats["adapter_evictions_host_total"] >= 32
+    assert stats["adapter_host_bytes_used"] <= HOST_BYTES and len(steps.prepared) == 36
+
+
+def test_unloading_frees_both_tiers_after_the_last_request(client: Client, steps: RankInProcess, engine: Engine) -> None:
+    freed = threading.Event()
+    steps.gate.clear()
+    client.submit("r", [1], adapter=Adapter("a", "a", "a", 2))
+    engine.call(lambda tiers: tiers.unload("a", freed.set)).result(5)
+    assert not freed.is_set() and engine.call(lambda tiers: tiers.places(["a"])).result(5)["a"].num_users == 1
+    steps.gate.set()
+    assert client.tokens("r") == greedy("a", [1], 8)
+    assert freed.wait(5)
+    stats = engine.stats()
+    assert (stats["adapters_resident"], stats["adapter_pages_used"], stats["adapter_host_bytes_used"]) == (0, 0, 0)
+    assert engine.call(lambda tiers: tiers.places(["a"])).result(5) == {}
+    client.submit("again", [1], adapter=Adapter("a", "a", "a", 2))
+    assert client.tokens("again") == greedy("a", [1], 8)
+    unknown = threading.Event()
+    engine.call(lambda tiers: tiers.unload("unknown", unknown.set)).result(5)
+    assert unknown.is_set()
+
+
+def test_a_pinned_adapter_stays_and_what_no_longer_fits_beside_it_is_refused(client: Client, steps: RankInProcess, engine: Engine) -> None:
+    pinned = Adapter("pinned", "pinned", "pinned", 2)
+    engine.call(lambda tiers: tiers.pin(pinned)).result(5)
+    for turn in range(2):
+        for name in ("pinned", "x", "y", "z"):
+            client.submit(f"{name}-{turn}", [1], adapter=Adapter(name, name, name, 2))
+            client.finish(f"{name}-{turn}")
+    assert [copy.path for copy in steps.prepared].count("pinned") == 1
+    loads = [load.path for step in steps.rank.steps for load in step.loads]
+    assert loads.count("pinned") == 1, "it was never evicted from the pool"
+    client.submit("big", [1], adapter=Adapter("big", "big", "big", 3))
+    assert "2 of them pinned" in client.finish("big")[-1].message
+    with pytest.raises(AdapterFailed, match="cannot be pinned"):
+        engine.call(lambda tiers: tiers.pin(Adapter("x", "x", "x", 2))).result(5)
+    engine.call(lambda tiers: tiers.unpin("pinned")).result(5)
+    client.submit("big again", [1], adapter=Adapter("big", "big", "big", 3))
+    assert client.tokens("big again") == greedy("big", [1], 8)

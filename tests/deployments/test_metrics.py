@@ -1,7 +1,12 @@
 import re
 
-from loray.deployments.errors import Overloaded
-from tests.deployments.scripted_backend import ScriptedBackend, saying, send, service_of
+import pytest
+
+from loray.deployments import adapter_metrics
+from loray.deployments.adapter_status import AdapterStatus
+from loray.deployments.errors import AdapterNotFound, Overloaded
+from loray.deployments.service import Service
+from tests.deployments.scripted_backend import ScriptedBackend, saying, send, service_of, status_of
 
 
 def value(text: str, series: str) -> float:
@@ -63,3 +68,80 @@ def test_json_has_the_same_numbers() -> None:
     response = send(service_of(saying("x")), "GET", "/metrics", headers={"Accept": "application/json"})
     (running,) = [family for family in response.json() if family["name"] == "loray_driver_running"]
     assert running["samples"] == [{"name": "loray_driver_running", "labels": {}, "value": 3}]
+
+
+def generate(service: Service, adapter_id: str, **parameters: str) -> None:
+    send(service, "POST", "/generate", json={"inputs": "hello", "parameters": {"adapter_id": adapter_id, **parameters}})
+
+
+def test_an_adapter_has_series_of_its_own() -> None:
+    service = service_of(saying(" world"))
+    for adapter_id in ["pirate", "pirate", "org/poet"]:
+        generate(service, adapter_id)
+    send(service, "POST", "/embed", json={"inputs": "hello", "parameters": {"adapter_id": "pirate"}})
+    generate(service, "")
+    text = send(service, "GET", "/metrics").text
+    assert value(text, 'loray_adapter_requests_total{adapter="pirate",outcome="eos_token"}') == 2
+    assert value(text, 'loray_adapter_requests_total{adapter="pirate",outcome="success"}') == 1
+    assert value(text, 'loray_adapter_requests_total{adapter="org/poet",outcome="eos_token"}') == 1
+    assert value(text, 'loray_adapter_tokens_total{adapter="pirate",kind="generated"}') == 4
+    assert value(text, 'loray_adapter_tokens_total{adapter="pirate",kind="prompt"}') > 0
+    assert value(text, 'loray_adapter_queue_seconds_count{adapter="pirate"}') == 2
+    assert value(text, 'loray_adapter_time_to_first_token_seconds_count{adapter="org/poet"}') == 1
+    assert 'loray_adapter_requests_total{adapter=""' not in text, "the base model is no adapter"
+
+
+def test_adapters_beyond_the_bound_share_a_label(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(adapter_metrics, "MAX_LABELS", 2)
+    service = service_of(saying(""))
+    for adapter_id in ["a", "b", "c", "d", "a"]:
+        generate(service, adapter_id)
+    text = send(service, "GET", "/metrics").text
+    assert value(text, 'loray_adapter_requests_total{adapter="a",outcome="eos_token"}') == 2
+    assert value(text, 'loray_adapter_requests_total{adapter="other",outcome="eos_token"}') == 2
+    assert 'adapter="c"' not in text
+
+
+def test_names_that_never_worked_take_nobodys_label() -> None:
+    failing = service_of(ScriptedBackend([AdapterNotFound("who?")]))
+    for number in range(3):
+        generate(failing, f"nobody{number}")
+    text = send(failing, "GET", "/metrics").text
+    assert value(text, 'loray_adapter_requests_total{adapter="other",outcome="generation"}') == 3
+    assert "nobody" not in text
+
+
+def test_private_adapters_are_not_named() -> None:
+    backend = saying("")
+    backend.statuses = {"replica": [status_of("hidden", "gpu", is_private=True)]}
+    service = service_of(backend)
+    generate(service, "hidden", api_token="secret")
+    text = send(service, "GET", "/metrics").text
+    assert value(text, 'loray_adapter_requests_total{adapter="private",outcome="eos_token"}') == 1
+    assert value(text, 'loray_adapters{state="gpu"}') == 1
+    assert "hidden" not in text
+
+
+def test_residency_is_told_by_tier_and_ends_with_an_unload() -> None:
+    backend = saying("")
+    backend.statuses = {"replica": [status_of("pirate", "gpu", gpu_bytes=10, host_bytes=20, disk_bytes=30), status_of("idle")]}
+    service = service_of(backend)
+    generate(service, "pirate")
+    text = send(service, "GET", "/metrics").text
+    tiers = {"gpu": 10, "host": 20, "disk": 30}
+    assert {tier: value(text, f'loray_adapter_resident_bytes{{adapter="pirate",tier="{tier}"}}') for tier in tiers} == tiers
+    assert (value(text, 'loray_adapters{state="gpu"}'), value(text, 'loray_adapters{state="host"}')) == (1, 1)
+    backend.statuses = {"replica": [status_of("idle")]}
+    assert "pirate" not in send(service, "GET", "/metrics").text
+    generate(service, "pirate")
+    text = send(service, "GET", "/metrics").text
+    assert value(text, 'loray_adapter_requests_total{adapter="pirate",outcome="eos_token"}') == 1
+
+
+def test_metrics_are_readable_while_nobody_tells_of_adapters() -> None:
+    class Down(ScriptedBackend):
+        async def adapter_statuses(self) -> dict[str, list[AdapterStatus]]:
+            raise ConnectionError("no registry")
+
+    response = send(service_of(Down([])), "GET", "/metrics")
+    assert response.status_code == 200 and "loray_driver_running" in response.text

@@ -140,7 +140,6 @@ def test_the_adapter_and_the_end_token_rule_reach_the_backend() -> None:
         ("watermark", True),
         ("decoder_input_details", True),
         ("return_k_alternatives", 2),
-        ("merged_adapters", {"ids": ["a", "b"], "weights": [0.5, 0.5]}),
         ("response_format", {"type": "json_object", "schema": {}}),
         ("adapter_source", "ftp"),
     ],

@@ -105,7 +105,7 @@ def test_every_request_of_a_flood_ends_with_the_right_tokens(start_app: Callable
         "adapters": {"local_roots": [tiny_adapters]},
     }
     with start_app("flood", **args) as app:
-        check(app, Oracle(tiny_model, {name: tiny_adapters / name for name in names}), cases(200, names, seconds=10))
+        check(app, Oracle(tiny_model, {name: tiny_adapters / name for name in names}), cases(200, names, seconds=2))
 
 
 @pytest.mark.soak

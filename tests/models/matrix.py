@@ -14,6 +14,7 @@ import numpy as np
 import torch
 import transformers
 
+from loray.models.adapter import EMBEDDINGS, HEAD
 from loray.models.lora import LoraPool
 from loray.models.parallel import Parallel
 from loray.models.registry import ARCHITECTURES
@@ -93,7 +94,13 @@ def lora_targets(family: str) -> list[str]:
     """Linears that can carry LoRA, as they are called inside a layer."""
     with torch.device("meta"):
         model = ARCHITECTURES[FAMILIES[family].architecture](config_of(FAMILIES[family]), Parallel(), 64)
-    return list(dict.fromkeys(re.split(r"\.\d+\.", path)[-1].removeprefix("model.decoder.") for path in LoraPool(model).shapes))
+    linears = (path for path in LoraPool(model).shapes if not is_vocabulary(path))
+    return list(dict.fromkeys(re.split(r"\.\d+\.", path)[-1].removeprefix("model.decoder.") for path in linears))
+
+
+def is_vocabulary(path: str) -> bool:
+    """An embedding or a head, on which "all-linear" puts no LoRA."""
+    return path.rpartition(".")[2] in (*EMBEDDINGS, HEAD)
 
 
 def report(matrix: Matrix) -> str:

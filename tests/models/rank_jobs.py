@@ -10,6 +10,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from loray.models.batch import Batch
 from loray.models.parallel import Parallel
 from loray.models.planner import Plan
 from loray.models.shards import cut
@@ -17,7 +18,7 @@ from loray.models.step import AdapterLoad, Admission, Row, Sampling
 from tests.models.conductor import Conductor, Output, Request, prompt_of
 
 Floats = NDArray[np.float32]
-NUM_NEW, FEW_NEW = 32, 2
+NUM_NEW, FEW_NEW, NUM_ITEM_TOKENS = 32, 2, 16
 CHUNK = 7
 MODES = {  # adapters of the requests that run together; "" = the base model
     "base": ("", "", ""),
@@ -91,14 +92,15 @@ class Recorder(Conductor):
 
     def __init__(self, folder: Path, parallel: Parallel | None = None, **settings: Any) -> None:
         super().__init__(folder, parallel, **settings)
+        self.pages = MATRIX_PAGES  # by adapter
         self.logits: defaultdict[int, list[Floats]] = defaultdict(list)  # by slot
         self._rows: Floats
         self._order: NDArray[np.int64]
         model, planner = self.runner._model, self.runner._planner
         model_logits, plan = model.logits, planner.plan
 
-        def recorded_logits(hidden: Tensor) -> Tensor:
-            logits = model_logits(hidden)
+        def recorded_logits(hidden: Tensor, batch: Batch) -> Tensor:
+            logits = model_logits(hidden, batch)
             self._rows = logits.float().numpy().copy()
             return logits
 
@@ -122,7 +124,7 @@ class Recorder(Conductor):
     def record(self, adapters: tuple[str, ...], num_new: int = NUM_NEW, chunk: int = 10_000, stagger: int = 0) -> list[Played]:
         self.logits.clear()
         requests = [
-            Request(prompt_of(20 - 3 * i, seed=i), MATRIX_PAGES.get(adapter, []), num_new=num_new) for i, adapter in enumerate(adapters)
+            Request(prompt_of(20 - 3 * i, seed=i), self.pages.get(adapter, []), num_new=num_new) for i, adapter in enumerate(adapters)
         ]
         outputs = self.play(requests, chunk, stagger)
         return [
@@ -145,4 +147,22 @@ def play_modes(parallel: Parallel, base: Path, adapters: dict[str, Path]) -> dic
             *recorder.record(together, num_new=FEW_NEW),
             *recorder.record(together, chunk=CHUNK, stagger=1),
         ]
+    return played
+
+
+def play_items(parallel: Parallel, base: Path, adapters: dict[str, Path]) -> list[Played]:
+    """Every adapter alone; and five at a time together with the base model, in chunks, some late, so that prefills meet decodes."""
+    recorder = Recorder(base, parallel, num_pages=160)
+    recorder.pages = {}
+    page = 0
+    for index, (item, folder) in enumerate(adapters.items()):
+        num_pages = 32 if "256" in item else 3  # more than most need, and not one after another
+        pages = list(range(page, page + num_pages))
+        recorder.pages[item] = pages[::-1] if index % 2 else pages
+        page += num_pages + index % 2
+        recorder.load(folder, recorder.pages[item])
+    items = list(adapters)
+    played = [recorder.record((item,), num_new=NUM_ITEM_TOKENS)[0] for item in items]
+    for first in range(0, len(items), 5):
+        played += recorder.record(("", *items[first : first + 5]), num_new=NUM_ITEM_TOKENS, chunk=CHUNK, stagger=1)
     return played

@@ -66,16 +66,35 @@ def pickled(folder: Path) -> None:
 
 
 REFUSALS: dict[str, tuple[Callable[[Path], Any], list[str]]] = {
-    "dora": (change_config(use_dora=True), ["use_dora", "DoRA"]),
-    "bias": (change_config(bias="lora_only"), ["bias", "lora_only"]),
-    "lora_bias": (change_config(lora_bias=True), ["lora_bias"]),
-    "modules_to_save": (change_config(modules_to_save=["lm_head"]), ["modules_to_save", "lm_head"]),
-    "trainable_tokens": (change_config(trainable_token_indices=[1]), ["trainable_token_indices"]),
-    "target_parameters": (change_config(target_parameters=["w"]), ["target_parameters"]),
-    "layer_replication": (change_config(layer_replication=[[0, 1]]), ["layer_replication"]),
-    "activated_lora": (change_config(alora_invocation_tokens=[5]), ["alora_invocation_tokens"]),
-    "pissa": (change_config(init_lora_weights="pissa_niter_4"), ["init_lora_weights", "pissa"]),
-    "other_kind": (change_config(peft_type="IA3"), ["peft_type", "IA3"]),
+    "bias_of_no_kind": (change_config(bias="some"), ["bias", "'some'"]),
+    "bias_of_b_not_in_the_config": (
+        change_tensors(lambda t: t.update({f"{Q_PROJ}B.bias": torch.zeros(48)})),
+        ["q_proj.lora_B.bias", "lora_bias is not set"],
+    ),
+    "bias_beside_lora": (
+        change_tensors(lambda t: t.update({"base_model.model.model.layers.0.self_attn.q_proj.bias": torch.zeros(48)})),
+        ["q_proj.bias", "PEFT would not read it"],
+    ),
+    "bias_under_no_lora": (
+        change_tensors(lambda t: [t.pop(f"{Q_PROJ}{s}.weight") for s in "AB"] and t.update({f"{Q_PROJ[:-5]}base_layer.bias": torch.zeros(48)})),
+        ["q_proj.base_layer.bias", "PEFT would not read it"],
+    ),
+    "token_ids_not_numbers": (
+        change_tensors(lambda t: t.update({"base_model.model.model.embed_tokens.token_adapter.trainable_tokens_delta": torch.zeros(1, 48)})),
+        ["embed_tokens.token_adapter", "(0, 48)"],
+    ),
+    "excluded_modules": (change_config(exclude_modules=r".*q_proj"), ["q_proj", "does not target"]),
+    "other_layers": (change_config(layers_to_transform=[1, 2]), ["layers.0", "does not target"]),
+    "targets_not_a_list": (change_config(target_modules={"q_proj": 1}), ["target_modules", "neither"]),
+    "bad_targets": (change_config(target_modules="("), ["target_modules", "regular expression"]),
+    "weight_under_lora": (
+        change_tensors(lambda t: t.update({f"{Q_PROJ[:-5]}base_layer.weight": torch.zeros(48, 48)})),
+        ["q_proj.base_layer.weight", "replaced weight"],
+    ),
+    "embedding_tensors_of_a_linear": (
+        change_tensors(lambda t: t.update({f"{Q_PROJ}embedding_A": torch.zeros(8, 48)})),
+        ["q_proj.lora_embedding_A"],
+    ),
     "rank_not_a_number": (change_config(r="eight"), ["'eight'"]),
     "rank_zero": (change_config(r=0), ["rank", "0"]),
     "alpha_missing": (change_config(lora_alpha=None), ["lora_alpha"]),
@@ -103,7 +122,7 @@ REFUSALS: dict[str, tuple[Callable[[Path], Any], list[str]]] = {
     ),
     "embedding": (
         change_tensors(lambda t: t.update({"base_model.model.model.embed_tokens.lora_embedding_A": torch.zeros(8, 101)})),
-        ["embed"],
+        ["embed_tokens", "does not target"],
     ),
     "other_tensor": (change_tensors(lambda t: t.update({"base_model.model.lm_head.weight": torch.zeros(2, 2)})), ["lm_head.weight"]),
     "a_without_b": (change_tensors(lambda t: t.pop(f"{Q_PROJ}B.weight")), ["q_proj", "no lora_B"]),

@@ -168,7 +168,7 @@ def test_the_native_model_names_the_same_linears_with_the_same_sizes(served: Cal
     for name in ("llama", "gpt2", "gpt_neox"):
         model = served(name)
         native, hosted = Conductor(model.base).report, model.hosted.report
-        assert hosted.lora_shapes == native.lora_shapes
+        assert hosted.lora_shapes == {path: shape for path, shape in native.lora_shapes.items() if not is_vocabulary(path)}
         assert (hosted.page_bytes, hosted.block_bytes) == (native.page_bytes, native.block_bytes)
         assert (native.has_blocks, hosted.has_blocks) == (True, False)
 

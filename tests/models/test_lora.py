@@ -133,7 +133,8 @@ def test_the_report_says_what_the_driver_needs(tmp_path: Path) -> None:
     assert report.block_bytes == 2 * 16 * 2 * 2 * 8 * 4
     assert report.lora_shapes["model.layers.1.self_attn.k_proj"] == (48, 16)
     assert report.lora_shapes["model.layers.0.mlp.down_proj"] == (75, 48)
-    assert len(report.lora_shapes) == 14
+    assert report.lora_shapes["model.embed_tokens"] == (101, 48) and report.lora_shapes["lm_head"] == (48, 101)
+    assert len(report.lora_shapes) == 16
     assert (report.device, report.dtype, report.free_bytes) == ("cpu", "float32", 0)
     assert report.weight_bytes == sum(p.nbytes for p in oracle(folder).parameters())
 

@@ -1,0 +1,107 @@
+"""Reading adapters into the ranks' host memory, beside the steps: what a rank does when it is told to, and how the driver hears of it.
+
+The orders ride in the steps, so every rank obeys them in the same order. How long reading takes differs from rank to rank: each says
+when it is through, and an adapter counts as there once all have said so.
+"""
+
+import logging
+import threading
+import time
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from typing import Protocol
+
+import msgspec
+import zmq
+
+from loray.cluster.channel import Address, bind, connect
+from loray.models.adapter import AdapterError
+from loray.models.step import HostCopy, Step
+
+logger = logging.getLogger("loray.adapters")
+NUM_READERS = 4  # adapters that one rank reads at once
+
+
+class HostAdapters(Protocol):
+    """Where a rank keeps them. Any thread may call this."""
+
+    def prepare(self, path: str, signature: str) -> int: ...
+    def drop(self, path: str, signature: str) -> None: ...
+
+
+class RankReport(msgspec.Struct, frozen=True, array_like=True):
+    """One rank is through with one adapter."""
+
+    rank: int
+    copy: HostCopy
+    num_bytes: int
+    seconds: float
+    error: str = ""  # "" = it is there
+
+
+class Prepared(msgspec.Struct, frozen=True):
+    """All ranks are through with one adapter."""
+
+    copy: HostCopy
+    num_bytes: int  # of the rank that needs most
+    seconds: float  # of the slowest
+    error: str = ""
+
+
+class HostLoader:
+    """A rank's end."""
+
+    def __init__(self, host: HostAdapters, reports: Address, rank: int) -> None:
+        self._host = host
+        self._rank = rank
+        self._readers = ThreadPoolExecutor(NUM_READERS, "adapter-reader")
+        self._socket = connect(zmq.PUSH, reports)
+        self._sending = threading.Lock()  # a socket is for one thread at a time
+
+    def prepare(self, step: Step) -> None:
+        """Start reading what the step names. Called before it is executed."""
+        for copy in step.prepares:
+            self._readers.submit(self._prepare, copy)
+
+    def drop(self, step: Step) -> None:
+        """Forget what the step names. Called after it is executed: it may still load it into pages."""
+        for copy in step.drops:
+            self._host.drop(copy.path, copy.signature)
+
+    def _prepare(self, copy: HostCopy) -> None:
+        started = time.monotonic()
+        num_bytes, error = 0, ""
+        try:
+            num_bytes = self._host.prepare(copy.path, copy.signature)
+        except AdapterError as refusal:
+            error = str(refusal)
+        except Exception as failure:  # a bug or a full memory must fail this adapter's requests, not leave them waiting
+            logger.exception("could not read %s", copy.path)
+            error = f"adapter {copy.path.rpartition('/')[2]!r} could not be read: {failure!r}"
+        report = RankReport(self._rank, copy, num_bytes, time.monotonic() - started, error)
+        with self._sending:
+            self._socket.send(msgspec.msgpack.encode(report))
+
+
+class HostReports:
+    """The driver's end: calls `on_prepared`, in a thread of its own, once every rank has spoken of an adapter."""
+
+    def __init__(self, node_ip: str, world_size: int) -> None:
+        self._socket, self.address = bind(zmq.PULL, node_ip)
+        self._world_size = world_size
+        self._reports: dict[HostCopy, list[RankReport]] = {}
+
+    def start(self, on_prepared: Callable[[Prepared], None]) -> None:
+        threading.Thread(target=self._run, args=(on_prepared,), name="adapter-reports", daemon=True).start()
+
+    def _run(self, on_prepared: Callable[[Prepared], None]) -> None:
+        decoder = msgspec.msgpack.Decoder(RankReport)
+        while True:
+            report = decoder.decode(self._socket.recv())
+            reports = self._reports.setdefault(report.copy, [])
+            reports.append(report)
+            if len(reports) == self._world_size:
+                del self._reports[report.copy]
+                error = next((one.error for one in reports if one.error), "")
+                num_bytes, seconds = max(one.num_bytes for one in reports), max(one.seconds for one in reports)
+                on_prepared(Prepared(report.copy, num_bytes, seconds, error))

@@ -1,0 +1,117 @@
+"""Prometheus metrics by adapter, for a bounded number of them. Knows neither routes nor the other metrics."""
+
+from collections import Counter as Tally
+from collections.abc import Iterator, Sequence
+from typing import get_args
+
+from prometheus_client import CollectorRegistry, Counter, Histogram
+from prometheus_client.core import GaugeMetricFamily, Metric
+from prometheus_client.registry import Collector
+
+from loray.deployments.adapter_status import AdapterState, AdapterStatus
+from loray.deployments.generation import Generation
+from loray.deployments.request import GenerationRequest
+
+MAX_LABELS = 100  # adapters with series of their own: thousands of ids would be tens of thousands of series
+OTHER = "other"
+PRIVATE = "private"  # who may read metrics need not know their names
+MERGED = "merged"  # made up by requests
+BUCKETS = (0.05, 0.1, 0.25, 0.5, 1, 2.5, 10)  # seconds
+
+
+class AdapterMetrics:
+    """The first adapters that do some work get their names as labels, the rest share one. Unknown names get none, however often asked.
+
+    The series of an adapter that the driver replicas have forgotten, because it was unloaded, are removed."""
+
+    def __init__(self, registry: CollectorRegistry) -> None:
+        self._labels: dict[str, set[str]] = {}  # by adapter id, the outcomes it has had
+        self._listed: set[str] = set()  # adapter ids of the last statuses
+        self._requests = Counter("loray_adapter_requests", "Requests by adapter", ["adapter", "outcome"], registry=registry)
+        self._tokens = Counter("loray_adapter_tokens", "Tokens by adapter", ["adapter", "kind"], registry=registry)
+        self._queue = _histogram("queue_seconds", "From request to the driver's acceptance", registry)
+        self._first_token = _histogram("time_to_first_token_seconds", "From request to first token", registry)
+        self._gauges = _StatusGauges()
+        registry.register(self._gauges)
+
+    def observe_generation(self, generation: Generation, outcome: str) -> None:
+        label = self._label(generation.request, generation.num_tokens > 0)
+        if not label:
+            return
+        timing = generation.timing
+        self._count(label, outcome)
+        self._tokens.labels(label, "prompt").inc(generation.num_prompt_tokens)
+        self._tokens.labels(label, "generated").inc(generation.num_tokens)
+        if timing.accepted:
+            self._queue.labels(label).observe(timing.accepted - timing.received)
+        if timing.first_token:
+            self._first_token.labels(label).observe(timing.first_token - timing.received)
+
+    def observe_embedding(self, request: GenerationRequest, outcome: str, has_worked: bool) -> None:
+        label = self._label(request, has_worked)
+        if label:
+            self._count(label, outcome)
+            self._tokens.labels(label, "prompt").inc(len(request.prompt_ids))
+
+    def observe_statuses(self, statuses: Sequence[AdapterStatus]) -> None:
+        listed = {status.adapter_id for status in statuses}
+        for adapter_id in (self._labels.keys() & self._listed) - listed:
+            self._forget(adapter_id)
+        self._listed = listed
+        self._gauges.states = Tally(status.state for status in statuses)
+        self._gauges.resident = {}
+        for status in statuses:
+            if status.adapter_id in self._labels and not status.is_private:
+                self._gauges.add(status)
+
+    def _label(self, request: GenerationRequest, has_worked: bool) -> str:
+        """ "" for the base model."""
+        if request.adapter is None:
+            return ""
+        if request.adapter.api_token:
+            return PRIVATE
+        if request.adapter.merge:
+            return MERGED
+        if has_worked and len(self._labels) < MAX_LABELS:
+            self._labels.setdefault(request.adapter_id, set())
+        return request.adapter_id if request.adapter_id in self._labels else OTHER
+
+    def _count(self, label: str, outcome: str) -> None:
+        self._requests.labels(label, outcome).inc()
+        if label in self._labels:
+            self._labels[label].add(outcome)
+
+    def _forget(self, adapter_id: str) -> None:
+        for outcome in self._labels.pop(adapter_id):
+            self._requests.remove(adapter_id, outcome)
+        for kind in ("prompt", "generated"):
+            self._tokens.remove(adapter_id, kind)
+        self._queue.remove(adapter_id)
+        self._first_token.remove(adapter_id)
+
+
+class _StatusGauges(Collector):
+    """How many adapters are in which state, and what those with labels take in each tier."""
+
+    def __init__(self) -> None:
+        self.states: Tally[AdapterState] = Tally()
+        self.resident: dict[tuple[str, str], int] = {}  # bytes by adapter id and tier
+
+    def add(self, status: AdapterStatus) -> None:
+        """Another version of one that is there counts too."""
+        for tier, num_bytes in (("gpu", status.gpu_bytes), ("host", status.host_bytes), ("disk", status.disk_bytes)):
+            key = (status.adapter_id, tier)
+            self.resident[key] = self.resident.get(key, 0) + num_bytes
+
+    def collect(self) -> Iterator[Metric]:
+        states = GaugeMetricFamily("loray_adapters", "Versions of adapters by state", labels=["state"])
+        for state in get_args(AdapterState):
+            states.add_metric([state], self.states[state])
+        resident = GaugeMetricFamily("loray_adapter_resident_bytes", "Bytes of an adapter by tier", labels=["adapter", "tier"])
+        for key, num_bytes in self.resident.items():
+            resident.add_metric(list(key), num_bytes)
+        yield from (states, resident)
+
+
+def _histogram(name: str, description: str, registry: CollectorRegistry) -> Histogram:
+    return Histogram(f"loray_adapter_{name}", description, ["adapter"], registry=registry, buckets=BUCKETS)

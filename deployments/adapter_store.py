@@ -1,0 +1,242 @@
+"""The adapter that a reference means, as files on this node: found in a folder, on disk from an earlier download, or downloaded now.
+
+Blocking, and for many threads at once; who waits for a download delays nobody but those who want the same. Knows neither Ray nor tensors.
+"""
+
+import contextlib
+import hashlib
+import logging
+import secrets
+import traceback
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import msgspec
+from huggingface_hub import get_token
+
+from loray.deployments.adapter_files import AdapterFiles
+from loray.deployments.adapter_sources import URL_SCHEMES, Offer, Place, Source, place_of
+from loray.deployments.adapters import Adapter
+from loray.deployments.config import AdapterArgs
+from loray.deployments.disk_cache import DiskCache, DiskFull, Entry, is_whole
+from loray.deployments.download_log import logged
+from loray.deployments.errors import AdapterFailed, LorayError
+from loray.deployments.expiring import Expiring
+from loray.deployments.hub_source import HubSource, not_found
+from loray.deployments.keyed_lock import KeyedLock
+from loray.deployments.request import AdapterRef, MergeRecipe
+from loray.deployments.url_source import UrlSource
+from loray.models.adapter import AdapterError
+
+logger = logging.getLogger("ray.serve.loray")
+
+FAILURE_S = 10.0  # how long a failure is answered without trying again
+TOKEN_S = 300.0  # how long a token counts as one that may read
+MAX_REMEMBERED = 10_000
+
+MERGE_BYTES = 1 << 20  # room for a merge's names and ranks, beyond its values
+
+Shapes = dict[str, tuple[int, int]]
+Asker = tuple[str, bytes]  # key of a place, salted hash of a token
+Merge = Callable[[Sequence[Path], Sequence[float], dict[str, Any], Shapes, Path], None]  # folders, weights, method, shapes -> folder
+
+
+@dataclass(frozen=True, slots=True)
+class _Wish:
+    place: Place
+    token: str = field(repr=False)  # "" = none
+    asker: Asker
+
+
+class AdapterStore:
+    """`in_use` says whether a folder may not be deleted, `merge` merges adapters and raises AdapterError; who can sets them."""
+
+    def __init__(self, args: AdapterArgs, lora_shapes: Shapes, cache: Path) -> None:
+        self.in_use: Callable[[str], bool] = lambda path: False
+        self.merge: Merge
+        self._lora_shapes = lora_shapes
+        self._default_source = args.default_source
+        self._max_bytes = int(args.disk_bytes)
+        self._files = AdapterFiles(args.local_roots, lora_shapes)
+        self._cache = DiskCache(cache, self._max_bytes, lambda path: self.in_use(path))
+        urls = UrlSource(args.allowed_urls, args.storage_options)
+        self._sources: dict[str, Source] = {"hub": HubSource(), **dict.fromkeys(URL_SCHEMES, urls)}
+        self._fetching = KeyedLock()
+        self._stale: set[str] = set()  # keys whose source is to be asked anew
+        self._failures: Expiring[Asker, tuple[type[LorayError], str]] = Expiring(FAILURE_S, MAX_REMEMBERED)
+        self._readers: Expiring[Asker, bool] = Expiring(TOKEN_S, MAX_REMEMBERED)  # whom the source has let read what is private
+        self._salt = secrets.token_bytes(32)
+
+    def find(self, ref: AdapterRef) -> Adapter:
+        """The adapter as it is to be served now. Raises AdapterNotFound, AdapterFailed and InvalidRequest."""
+        place = place_of(ref, self._default_source)
+        with _only_loray_errors(place.name):
+            if place.source == "local":
+                return self._files.find(place.address)
+            adapter = self._find_download(self._wish(ref, place))
+        adapter.adapter_id = ref.adapter_id
+        return adapter
+
+    def merged(self, name: str, parts: list[Adapter], recipe: MergeRecipe) -> Adapter:
+        """Several adapters as one, kept like a download; the same versions and recipe are the same merge. Who asks may read the parts."""
+        method = {"strategy": recipe.strategy, "density": recipe.density, "majority_sign": recipe.majority_sign}
+        origin = msgspec.json.encode(([part.version for part in parts], recipe.weights, method))
+        place = Place("merge", name, hashlib.blake2b(origin, digest_size=12).hexdigest())
+        wish = _Wish(place, "", (place.key, b""))
+        with _only_loray_errors(name), self._remembering_failure(wish.asker):
+            adapter = self._held(wish)
+            if adapter is None:
+                with self._fetching.only_one(place.key), self._remembering_failure(wish.asker), self._cache.only_one(place.key):
+                    adapter = self._held(wish) or self._merge(place, parts, recipe.weights, method)
+        adapter.adapter_id = name
+        return adapter
+
+    def names(self) -> list[str]:
+        """The adapters that everybody may use and that are here."""
+        return sorted({*self._files.names(), *(entry.name for entry in self._cache.entries() if entry.name and not entry.is_private)})
+
+    def forget(self, ref: AdapterRef) -> None:
+        """The next find asks the source. Folders need no such thing: they are always read as they are."""
+        key = place_of(ref, self._default_source).key
+        if self._cache.entry(key) or key in self._fetching:
+            self._stale.add(key)
+        self._failures.drop(lambda asker: asker[0] == key)
+        self._readers.drop(lambda asker: asker[0] == key)
+
+    def remove(self, ref: AdapterRef) -> None:
+        """Deletes its download. Folders of the configured roots are never touched."""
+        self.forget(ref)
+        key = place_of(ref, self._default_source).key
+        self._cache.remove(key)
+        self._stale.discard(key)
+
+    def disk_bytes(self, ref: AdapterRef) -> int:
+        return self._cache.num_bytes(place_of(ref, self._default_source).key)
+
+    def is_private(self, ref: AdapterRef) -> bool:
+        """Whether it is here and not for everybody."""
+        entry = self._cache.entry(place_of(ref, self._default_source).key)
+        return entry is not None and entry.is_private
+
+    def _wish(self, ref: AdapterRef, place: Place) -> _Wish:
+        """The token is the request's own, else the server's; the storage behind a URL has none."""
+        token = (ref.api_token or get_token() or "") if place.source == "hub" else ""
+        return _Wish(place, token, (place.key, hashlib.blake2b(token.encode(), key=self._salt).digest()))
+
+    def _find_download(self, wish: _Wish) -> Adapter:
+        self._sources[wish.place.source].check(wish.place)
+        with self._remembering_failure(wish.asker):
+            if adapter := self._held(wish):
+                return adapter
+            with self._fetching.only_one(wish.place.key), self._remembering_failure(wish.asker):
+                return self._held(wish) or self._fetch(wish)
+
+    @contextlib.contextmanager
+    def _remembering_failure(self, asker: Asker) -> Iterator[None]:
+        if failure := self._failures.get(asker):
+            kind, message = failure
+            raise kind(message)
+        try:
+            yield
+        except LorayError as error:
+            self._failures.put(asker, (type(error), error.message))
+            raise
+
+    def _may_read(self, wish: _Wish) -> bool:
+        if self._readers.get(wish.asker):
+            return True
+        if may_read := self._sources[wish.place.source].may_read(wish.place, wish.token):
+            self._readers.put(wish.asker, True)
+        return may_read
+
+    def _held(self, wish: _Wish) -> Adapter | None:
+        """From disk, if it is there, whole, for this token, and nobody has asked to forget it."""
+        place, entry = wish.place, self._cache.entry(wish.place.key)
+        if entry is None or place.key in self._stale:
+            return None
+        if entry.is_private and not self._may_read(wish):
+            raise not_found(place)
+        path = self._cache.path(place.key, entry.version)
+        try:
+            adapter = self._files.check(place.name, path)
+        except AdapterFailed:
+            if is_whole(path, entry.version):  # of another base model
+                raise
+            adapter = None
+        if adapter is None or adapter.version != entry.version:
+            logger.warning("adapter %s: its files on disk are broken; fetching it anew", place.name)
+            return None
+        self._cache.touch(path)
+        return adapter
+
+    def _fetch(self, wish: _Wish) -> Adapter:
+        place = wish.place
+        is_stale = place.key in self._stale
+        self._stale.discard(place.key)  # before the source is asked: who forgets it from now on means a later answer
+        try:
+            offer = self._sources[place.source].describe(place, wish.token)
+            if offer.num_bytes > self._max_bytes:
+                raise AdapterFailed(f"adapter {place.name!r}: {offer.num_bytes} bytes are more than disk_bytes ({self._max_bytes})")
+            with self._cache.only_one(place.key):
+                return self._unchanged(wish, offer) or self._download(wish, offer)
+        except BaseException:
+            if is_stale:
+                self._stale.add(place.key)
+            raise
+
+    def _unchanged(self, wish: _Wish, offer: Offer) -> Adapter | None:
+        """What is on disk, if it is what the source has: another process may have fetched it meanwhile."""
+        key = wish.place.key
+        entry = self._cache.entry(key)
+        if entry is None or not offer.stamp or entry.stamp != offer.stamp:
+            return None
+        adapter = self._held(wish)
+        if adapter and entry.is_private != offer.is_private:
+            self._cache.set_entry(key, msgspec.structs.replace(entry, is_private=offer.is_private))
+        return adapter
+
+    def _download(self, wish: _Wish, offer: Offer) -> Adapter:
+        place = wish.place
+        with self._room(place, offer.num_bytes) as folder:
+            with logged(place.name, folder, offer.num_bytes):
+                self._sources[place.source].fetch(place, offer, wish.token, folder)
+            for name, size in offer.files.items():
+                if (num_bytes := (folder / name).stat().st_size) != size:
+                    raise AdapterFailed(f"adapter {place.name!r}: {name} has {size} bytes, {num_bytes} came")
+            version = self._files.check(place.name, folder).version
+            path = self._cache.publish(place.key, folder, Entry(place.name, version, offer.stamp, offer.is_private))
+        return self._files.check(place.name, path)
+
+    def _merge(self, place: Place, parts: list[Adapter], weights: Sequence[float], method: dict[str, Any]) -> Adapter:
+        folders = [Path(part.path) for part in parts]
+        num_bytes = sum(file.stat().st_size for folder in folders for file in folder.iterdir())
+        with self._room(place, 2 * num_bytes + MERGE_BYTES) as folder:  # halves become float32
+            try:
+                self.merge(folders, weights, method, self._lora_shapes, folder / "merged")
+            except AdapterError as error:
+                raise AdapterFailed(f"adapter {place.address!r}: {error}") from error
+            version = self._files.check(place.address, folder / "merged").version
+            path = self._cache.publish(place.key, folder / "merged", Entry("", version, stamp="", is_private=False))
+        return self._files.check(place.address, path)
+
+    @contextlib.contextmanager
+    def _room(self, place: Place, num_bytes: int) -> Iterator[Path]:
+        try:
+            with self._cache.staging(place.key, num_bytes) as folder:
+                yield folder
+        except DiskFull as error:
+            raise AdapterFailed(f"adapter {place.name!r}: the disk cache is full of adapters in use: {error}") from None
+
+
+@contextlib.contextmanager
+def _only_loray_errors(name: str) -> Iterator[None]:
+    try:
+        yield
+    except LorayError:
+        raise
+    except Exception as error:  # the disk's, or a library's that no source foresaw; its text may quote what was sent
+        logger.error("adapter %s: %s\n%s", name, type(error).__name__, "".join(traceback.format_tb(error.__traceback__)))
+        reason = (isinstance(error, OSError) and error.strerror) or type(error).__name__
+        raise AdapterFailed(f"adapter {name!r}: {reason}") from None

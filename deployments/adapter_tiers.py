@@ -1,0 +1,100 @@
+"""Where each adapter is, in the pool and in host memory, and what may be asked of it from outside. Belongs to the engine's thread.
+
+Pure bookkeeping: never touches tensors, files or Ray.
+"""
+
+from collections.abc import Callable, Collection
+
+import msgspec
+
+from loray.deployments.adapters import Adapter, AdapterTable
+from loray.deployments.errors import AdapterFailed
+from loray.deployments.host_tier import HostTier
+
+
+class AdapterPlace(msgspec.Struct, frozen=True):
+    """Where one version of an adapter is."""
+
+    num_pages: int  # in the pool
+    host_bytes: int
+    is_loading: bool
+    is_pinned: bool
+    num_users: int  # unfinished requests
+
+
+class AdapterTiers:
+    def __init__(self, table: AdapterTable, host: HostTier) -> None:
+        self.table = table
+        self.host = host
+        self._pinned: dict[str, Adapter] = {}  # by version; held here, so that they stay known
+        self._leaving: dict[Adapter, list[Callable[[], object]]] = {}  # unloaded while in use -> whom to tell when they are gone
+
+    def load(self, adapter: Adapter) -> None:
+        """Have it read into host memory, before anybody asks for it."""
+        self.check(adapter)
+        self.host.want(self.table.known(adapter))
+
+    def pin(self, adapter: Adapter) -> None:
+        """It stays in host memory, and in the pool once a request has brought it there."""
+        self.check(adapter)
+        adapter = self.table.known(adapter)
+        if not adapter.is_pinned and self.table.num_pinned_pages + adapter.num_pages >= self.table.num_pages:
+            raise AdapterFailed(
+                f"adapter {adapter.adapter_id!r} cannot be pinned: with the {self.table.num_pinned_pages} rank pages that are, "
+                f"its {adapter.num_pages} would leave nothing of {self.table.num_pages} for others"
+            )
+        self._pinned[adapter.version] = adapter
+        self.table.pin(adapter)
+        self.host.want(adapter)
+
+    def unpin(self, version: str) -> None:
+        adapter = self._pinned.pop(version, None)
+        if adapter:
+            self.table.unpin(adapter)
+
+    def unload(self, version: str, on_freed: Callable[[], object] = lambda: None) -> None:
+        """Free its pages and its host memory once its last request has ended; then `on_freed` is called."""
+        self.unpin(version)
+        adapter = self.table.find(version)
+        if adapter is None:
+            on_freed()
+        else:
+            self._leaving.setdefault(adapter, []).append(on_freed)
+            self.free_unused(adapter)
+
+    def free_unused(self, adapter: Adapter) -> None:
+        """Of one that is to leave: a request of it has ended."""
+        if adapter in self._leaving and adapter.references == 0:
+            self.table.discard(adapter)
+            self.host.drop(adapter)
+            for on_freed in self._leaving.pop(adapter):
+                on_freed()
+
+    def check(self, adapter: Adapter) -> None:
+        """Raises if it could never be served here."""
+        table, host = self.table, self.host
+        if not table.could_place(adapter):
+            pinned = f", {table.num_pinned_pages} of them pinned" if table.num_pinned_pages else ""
+            raise AdapterFailed(
+                f"adapter {adapter.adapter_id!r} needs {adapter.num_pages} rank pages, "
+                f"the pool has {table.num_pages}{pinned}: raise adapters.gpu_bytes"
+            )
+        if not host.can_hold(adapter):
+            raise AdapterFailed(
+                f"adapter {adapter.adapter_id!r} may need more than the {host.max_bytes} bytes of host memory that adapters may take: "
+                "raise adapters.host_bytes"
+            )
+
+    def places(self, versions: Collection[str]) -> dict[str, AdapterPlace]:
+        """Of those of these versions that are somewhere."""
+        known = {version: adapter for version in versions if (adapter := self.table.find(version))}
+        return {
+            version: AdapterPlace(
+                num_pages=len(adapter.page_ids),
+                host_bytes=self.host.bytes_of(adapter),
+                is_loading=self.host.is_loading(adapter),
+                is_pinned=adapter.is_pinned,
+                num_users=adapter.references,
+            )
+            for version, adapter in known.items()
+        }

@@ -1,0 +1,232 @@
+"""Whose turn it is: the waiting sequences of each adapter, and the tokens each was served. Knows neither slots, blocks nor steps.
+
+Virtual token counters (Sheng et al. 2024, "Fairness in Serving Large Language Models"): every computed token is charged to its
+adapter, divided by the adapter's weight, and the adapter served least goes first. The base model is an adapter like any other,
+with the id "". One that comes back starts no lower than the least served that runs, so idle time earns no credit, nor does the time
+it takes to load; an adapter without any request is forgotten.
+"""
+
+from collections import OrderedDict
+from collections.abc import Iterator, Mapping
+from heapq import heapify, heappop, heappush
+from itertools import islice
+
+from loray.deployments.adapters import Adapter
+from loray.deployments.sequence import Sequence
+
+MAX_DEAD_ENTRIES = 64  # of a lane, beyond as many as it has live ones
+
+
+def adapter_id_of(sequence: Sequence) -> str:
+    return sequence.adapter.adapter_id if sequence.adapter else ""
+
+
+class Account:
+    """What one adapter was served, and what it has here, all its versions together."""
+
+    def __init__(self, adapter_id: str, weight: float, served: float) -> None:
+        self.adapter_id = adapter_id
+        self.weight = weight
+        self.served = served  # tokens, divided by the weight
+        self.lines: dict[Adapter | None, Line] = {}  # by version; none is empty
+        self.num_waiting = 0
+        self.num_running = 0
+
+
+class Line:
+    """The waiting sequences of one version, oldest first. A version that can't start holds up no other."""
+
+    def __init__(self, account: Account, adapter: Adapter | None, order: int) -> None:
+        self.account = account
+        self.adapter = adapter
+        self.order = order  # breaks ties: lower = here for longer
+        self.sequences: OrderedDict[Sequence, None] = OrderedDict()
+        self.entry: Entry | None = None  # its live one; None = in no lane
+
+    @property
+    def head(self) -> Sequence:
+        return next(iter(self.sequences))
+
+
+Entry = tuple[float, int, Line]  # tokens served when it was made, order
+
+
+class Lane:
+    """Lines, those of the least served first. An entry that a charge has left too low is put right when it gets to the front."""
+
+    def __init__(self) -> None:
+        self._heap: list[Entry] = []
+        self._passed: list[Entry] = []
+        self._num_kept = 0  # entries when the dead were last removed
+
+    def push(self, line: Line) -> None:
+        line.entry = (line.account.served, line.order, line)
+        heappush(self._heap, line.entry)
+        if len(self._heap) > 2 * self._num_kept + MAX_DEAD_ENTRIES:
+            self._heap = [entry for entry in self._heap if entry[2].entry is entry]
+            heapify(self._heap)
+            self._num_kept = len(self._heap)
+
+    def front(self) -> Entry | None:
+        while self._heap:
+            entry = self._heap[0]
+            line = entry[2]
+            if line.entry is entry and entry[0] == line.account.served:
+                return entry
+            heappop(self._heap)
+            if line.entry is entry:
+                self.push(line)
+        return None
+
+    def pass_front(self) -> None:
+        """Leave it out until `restore`."""
+        self._passed.append(heappop(self._heap))
+
+    def restore(self) -> None:
+        for entry in self._passed:
+            if entry[2].entry is entry:
+                heappush(self._heap, entry)
+        self._passed.clear()
+
+
+class FairQueue:
+    """Lines stand in one of two lanes, or aside while their adapter is not ready: what can't start is not looked at in each step."""
+
+    def __init__(self, weights: Mapping[str, float]) -> None:
+        assert all(weight > 0 for weight in weights.values()), "an adapter's weight is above 0"
+        self._weights = weights
+        self._accounts: dict[str, Account] = {}  # of the adapters that have requests
+        self._running: dict[str, Account] = {}  # those of them that run
+        self._inside, self._outside = Lane(), Lane()  # of the base model and the adapters in the pool; of the others
+        self._is_outside_shown = True
+        self._loading: dict[Line, None] = {}  # in the order in which they were found to be
+        self._num_waiting = 0
+        self._num_lines = 0  # ever made
+
+    def __len__(self) -> int:
+        """Sequences that wait."""
+        return self._num_waiting
+
+    def num_waiting_of(self, adapter_id: str) -> int:
+        account = self._accounts.get(adapter_id)
+        return account.num_waiting if account else 0
+
+    def weight_of(self, adapter_id: str) -> float:
+        return self._weights.get(adapter_id, 1.0)
+
+    def served(self, sequence: Sequence) -> float:
+        """Tokens that its adapter was served, for its weight."""
+        return self._accounts[adapter_id_of(sequence)].served
+
+    def charge(self, sequence: Sequence, num_tokens: int) -> None:
+        """A negative number takes back what was charged for a row that is not computed after all."""
+        account = self._accounts[adapter_id_of(sequence)]
+        account.served += num_tokens / account.weight
+
+    def add(self, sequence: Sequence) -> None:
+        adapter_id = adapter_id_of(sequence)
+        if adapter_id not in self._accounts:
+            self._accounts[adapter_id] = Account(adapter_id, self.weight_of(adapter_id), self._floor())
+        self._insert(sequence)
+
+    def take(self, sequence: Sequence) -> None:
+        """It waits no longer, it runs."""
+        account = self._accounts[adapter_id_of(sequence)]
+        account.num_running += 1
+        self._running[account.adapter_id] = account
+        self._remove(sequence)
+        line = account.lines.get(sequence.adapter)
+        if line:
+            self._lane_of(line).push(line)  # it may be in the pool from now on
+
+    def put_back(self, sequence: Sequence) -> None:
+        """It runs no longer, and waits ahead of those of its version that came later."""
+        self._insert(sequence)
+        self._accounts[adapter_id_of(sequence)].lines[sequence.adapter].sequences.move_to_end(sequence, last=False)
+        self._stop(sequence)
+
+    def forget(self, sequence: Sequence) -> None:
+        """It is finished, whether it ran or waited."""
+        if sequence.slot is None:
+            self._remove(sequence)
+        else:
+            self._stop(sequence)
+        account = self._accounts[adapter_id_of(sequence)]
+        if not account.num_running and not account.num_waiting:
+            del self._accounts[account.adapter_id]
+
+    def wake_loaded(self) -> None:
+        """Adapters that have become ready since the last call get in line."""
+        for line in [line for line in self._loading if line.adapter and (line.adapter.is_ready or line.adapter.page_ids)]:
+            del self._loading[line]
+            line.account.served = max(line.account.served, self._floor())
+            self._lane_of(line).push(line)
+
+    def __iter__(self) -> Iterator[Sequence]:
+        """The next of each version whose adapter is ready, least served first. After one that is taken comes the one behind it.
+
+        The cost is that of what is looked at. Only the latest iterator may be used."""
+        self._inside.restore()
+        self._outside.restore()
+        self._is_outside_shown = True
+        shown: set[Sequence] = set()
+        while fronts := [(entry, lane) for lane in self._lanes() if (entry := lane.front())]:
+            (_, _, line), lane = min(fronts, key=lambda front: front[0])
+            if self._lane_of(line) is not lane:
+                self._lane_of(line).push(line)
+            elif lane is self._outside and line.adapter and not line.adapter.is_ready:
+                line.entry = None
+                self._loading[line] = None
+            elif line.head in shown:
+                lane.pass_front()
+            else:
+                shown.add(line.head)
+                yield line.head
+
+    def skip_outside(self) -> None:
+        """Show no more of those whose adapter is outside the pool, in this iteration."""
+        self._is_outside_shown = False
+
+    def next_adapters(self, limit: int) -> list[Adapter]:
+        """Adapters outside the pool that wait for their turn: those that are not ready, then the others in the order of their turns."""
+        ready = [sequence.adapter for sequence in islice(self, limit) if sequence.adapter and not sequence.adapter.page_ids]
+        loading = [line.adapter for line in islice(self._loading, limit) if line.adapter]
+        return (loading + ready)[:limit]
+
+    def _floor(self) -> float:
+        """The least that any running adapter was served; while none runs, the least of those that wait."""
+        return min((account.served for account in (self._running or self._accounts).values()), default=0.0)
+
+    def _lanes(self) -> tuple[Lane, ...]:
+        return (self._inside, self._outside) if self._is_outside_shown else (self._inside,)
+
+    def _lane_of(self, line: Line) -> Lane:
+        return self._inside if line.adapter is None or line.adapter.page_ids else self._outside
+
+    def _insert(self, sequence: Sequence) -> None:
+        account = self._accounts[adapter_id_of(sequence)]
+        line = account.lines.get(sequence.adapter)
+        if line is None:
+            line = account.lines[sequence.adapter] = Line(account, sequence.adapter, self._num_lines)
+            self._num_lines += 1
+            self._lane_of(line).push(line)
+        line.sequences[sequence] = None
+        account.num_waiting += 1
+        self._num_waiting += 1
+
+    def _remove(self, sequence: Sequence) -> None:
+        account = self._accounts[adapter_id_of(sequence)]
+        line = account.lines[sequence.adapter]
+        del line.sequences[sequence]
+        if not line.sequences:
+            line.entry = None
+            self._loading.pop(line, None)
+            del account.lines[sequence.adapter]
+        account.num_waiting -= 1
+        self._num_waiting -= 1
+
+    def _stop(self, sequence: Sequence) -> None:
+        account = self._accounts[adapter_id_of(sequence)]
+        account.num_running -= 1
+        if not account.num_running:
+            del self._running[account.adapter_id]

@@ -1,0 +1,83 @@
+"""Who gives way when slots, blocks or rank pages are short. Only says who; the scheduler acts. Never touches tensors or Ray.
+
+Turns alone (fair_queue.py) are not fair while a flood of long sequences holds all there is to hold, so what is held passes on:
+- Slots and blocks, to a waiting sequence: from the adapter that holds most for its weight, if that is at least twice what the taker
+  will have. Who has the smaller half can't be asked for it in turn, so nothing goes back and forth.
+- Blocks, to a running sequence that grows: from the adapter that holds most for its weight.
+- A waiting sequence that finds no blocks holds up those behind it, else small ones would pass it forever; but not those that will
+  hold at most half of what its adapter does.
+- Rank pages, to an adapter that finds none: from those ahead of it by more than a full step's tokens, the most served first.
+  Nothing more of theirs is admitted, and they leave the pool when their last sequence stops running; nothing is computed twice.
+An adapter's youngest sequence goes first, since it loses least. The oldest of all never gives way: it gets to its end, and then
+another is the oldest, so every sequence ends.
+"""
+
+from collections import defaultdict
+from collections.abc import Callable, Collection, Iterable, Mapping
+
+from loray.deployments.adapters import Adapter
+from loray.deployments.fair_queue import FairQueue, adapter_id_of
+from loray.deployments.sequence import Sequence
+
+Held = Callable[[Sequence], int]  # what a running sequence holds of what is short
+
+
+def num_slots(sequence: Sequence) -> int:
+    return 1
+
+
+def num_blocks(sequence: Sequence) -> int:
+    return len(sequence.block_ids)
+
+
+def victim_of_growth(running: Collection[Sequence], queue: FairQueue) -> Sequence | None:
+    """The running sequence that gives up its blocks when a running one finds none."""
+    return _youngest_of_largest(running, running, _shares(running, num_blocks, queue))
+
+
+def victim_of_arrival(
+    taker: Sequence, num_wanted: int, held: Held, lead: float, running: Collection[Sequence], queue: FairQueue
+) -> Sequence | None:
+    """The running sequence whose place a waiting one may take: of an adapter that it is at most `lead` ahead of."""
+    taker_id = adapter_id_of(taker)
+    shares = _shares(running, held, queue)
+    share = shares[taker_id] + num_wanted / queue.weight_of(taker_id)
+    candidates = (s for s in running if adapter_id_of(s) != taker_id and queue.served(s) + lead >= queue.served(taker))
+    victim = _youngest_of_largest(candidates, running, shares)
+    return victim if victim and shares[adapter_id_of(victim)] >= 2 * share else None
+
+
+def may_pass(sequence: Sequence, num_wanted: int, blocked: Sequence, running: Iterable[Sequence], queue: FairQueue) -> bool:
+    """Whether a waiting sequence need not wait behind one that finds no blocks: it will hold at most half of what that one's do."""
+    shares = _shares(running, num_blocks, queue)
+    share = shares[adapter_id_of(sequence)] + num_wanted / queue.weight_of(adapter_id_of(sequence))
+    return shares[adapter_id_of(blocked)] >= 2 * share
+
+
+def adapters_to_leave(
+    starved: Sequence, lead: float, were_leaving: Collection[Adapter], running: Iterable[Sequence], queue: FairQueue
+) -> set[Adapter]:
+    """Adapters that make room in the pool for the waiting sequence's: those more than `lead` ahead of it, as many as it takes."""
+    assert starved.adapter, "the base model needs no pages"
+    served = {s.adapter: queue.served(s) for s in running if s.adapter and not s.adapter.is_pinned}
+    ahead = [adapter for adapter in served if served[adapter] > queue.served(starved) + lead]
+    leaving: set[Adapter] = set()
+    for adapter in sorted(ahead, key=lambda adapter: (adapter in were_leaving, served[adapter]), reverse=True):
+        if sum(other.num_pages for other in leaving) >= starved.adapter.num_pages:
+            break
+        leaving.add(adapter)
+    return leaving
+
+
+def _shares(running: Iterable[Sequence], held: Held, queue: FairQueue) -> dict[str, float]:
+    """What each adapter's running sequences hold, for its weight."""
+    shares: dict[str, float] = defaultdict(float)
+    for sequence in running:
+        shares[adapter_id_of(sequence)] += held(sequence) / queue.weight_of(adapter_id_of(sequence))
+    return shares
+
+
+def _youngest_of_largest(candidates: Iterable[Sequence], running: Iterable[Sequence], shares: Mapping[str, float]) -> Sequence | None:
+    oldest = min(running, key=lambda sequence: sequence.arrival, default=None)
+    others = (sequence for sequence in candidates if sequence is not oldest)
+    return max(others, key=lambda sequence: (shares[adapter_id_of(sequence)], sequence.arrival), default=None)

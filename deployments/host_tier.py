@@ -1,0 +1,119 @@
+"""Which adapters lie in the ranks' host memory, on their way to the pool. Pure bookkeeping: never touches tensors, files or Ray.
+
+It keeps to its bytes: what is to be read waits until there is room, and room is made by dropping what no waiting request needs, the
+least recently wanted first.
+"""
+
+from collections import OrderedDict
+from dataclasses import dataclass
+
+from loray.deployments.adapters import Adapter
+from loray.models.step import HostCopy
+
+
+@dataclass(eq=False, slots=True)
+class _Entry:
+    adapter: Adapter
+    num_bytes: int  # while it is being read: the most it can need
+    is_here: bool = False
+    is_unwanted: bool = False  # dropped as soon as it has been read
+
+    @property
+    def is_needed(self) -> bool:
+        return not self.is_here or self.adapter.is_pinned or (self.adapter.references > 0 and not self.adapter.page_ids)
+
+
+class HostTier:
+    def __init__(self, max_bytes: int, page_bytes: int) -> None:
+        self.max_bytes = max_bytes
+        self.num_bytes = 0
+        self.num_evictions = 0
+        self._page_bytes = page_bytes  # of the rank that needs most
+        self._entries: OrderedDict[HostCopy, _Entry] = OrderedDict()  # least recently wanted first
+        self._prepares: list[HostCopy] = []
+        self._drops: list[HostCopy] = []
+
+    @property
+    def num_adapters(self) -> int:
+        return len(self._entries)
+
+    def can_hold(self, adapter: Adapter) -> bool:
+        """Whether it could be here at all."""
+        return self._most_bytes(adapter) <= self.max_bytes
+
+    def bytes_of(self, adapter: Adapter) -> int:
+        entry = self._entries.get(adapter.host_copy)
+        return entry.num_bytes if entry and entry.is_here else 0
+
+    def is_loading(self, adapter: Adapter) -> bool:
+        entry = self._entries.get(adapter.host_copy)
+        return entry is not None and not entry.is_here
+
+    def want(self, adapter: Adapter) -> None:
+        """Have it read, unless it is here or in the pool. Where there is no room for it now, nothing happens: ask again later."""
+        entry = self._entries.get(adapter.host_copy)
+        if entry:
+            assert entry.adapter is adapter, "there is one object for each version"
+            entry.is_unwanted = False
+            self._entries.move_to_end(adapter.host_copy)
+            return
+        adapter.is_ready = False
+        if not adapter.page_ids and self._make_room(self._most_bytes(adapter)):
+            entry = self._entries[adapter.host_copy] = _Entry(adapter, self._most_bytes(adapter))
+            self.num_bytes += entry.num_bytes
+            self._prepares.append(adapter.host_copy)
+
+    def arrived(self, copy: HostCopy, num_bytes: int) -> Adapter:
+        """All ranks have it."""
+        entry = self._entries[copy]
+        self.num_bytes += num_bytes - entry.num_bytes
+        entry.is_here, entry.num_bytes = True, num_bytes
+        entry.adapter.is_ready = True
+        if entry.is_unwanted:
+            self._remove(copy)
+        return entry.adapter
+
+    def failed(self, copy: HostCopy) -> Adapter:
+        """Some rank could not read it; those that could forget it."""
+        return self._remove(copy)
+
+    def drop(self, adapter: Adapter) -> None:
+        """As soon as that is possible. Nothing happens if it is not here."""
+        entry = self._entries.get(adapter.host_copy)
+        if entry and entry.is_here:
+            self._remove(adapter.host_copy)
+        elif entry:
+            entry.is_unwanted = True
+
+    def take_orders(self) -> tuple[list[HostCopy], list[HostCopy]]:
+        """What the ranks are to prepare and to drop, since the last call; never the same in both."""
+        drops, self._drops = self._drops, []
+        prepares = [copy for copy in self._prepares if copy not in drops]
+        self._prepares = [copy for copy in self._prepares if copy in drops]
+        return prepares, drops
+
+    def _most_bytes(self, adapter: Adapter) -> int:
+        return adapter.num_pages * self._page_bytes
+
+    def _make_room(self, num_bytes: int) -> bool:
+        missing = self.num_bytes + num_bytes - self.max_bytes
+        victims = []
+        for copy, entry in self._entries.items():
+            if missing <= 0:
+                break
+            if not entry.is_needed:
+                victims.append(copy)
+                missing -= entry.num_bytes
+        if missing > 0:
+            return False
+        for copy in victims:
+            self.num_evictions += 1
+            self._remove(copy)
+        return True
+
+    def _remove(self, copy: HostCopy) -> Adapter:
+        entry = self._entries.pop(copy)
+        entry.adapter.is_ready = False
+        self.num_bytes -= entry.num_bytes
+        self._drops.append(copy)
+        return entry.adapter

@@ -1,0 +1,76 @@
+"""Adapters on the Hugging Face hub, or on a server that speaks as it does (HF_ENDPOINT). Keeps nothing, neither files nor tokens."""
+
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from huggingface_hub import HfApi, hf_hub_url
+from huggingface_hub.errors import EntryNotFoundError, HfHubHTTPError, RepositoryNotFoundError, RevisionNotFoundError
+
+from loray.deployments.adapter_sources import FILES, PICKLE_FILE, Offer, Place, missing_file
+from loray.deployments.errors import AdapterFailed, AdapterNotFound, LorayError
+from loray.models.adapter_config import CONFIG_FILE
+
+TIMEOUT_S = 10.0  # for the hub to say something
+
+
+class HubSource:
+    def __init__(self) -> None:
+        self._api = HfApi(endpoint=os.environ.get("HF_ENDPOINT"), library_name="loray")
+
+    def check(self, place: Place) -> None:
+        """Any repository will do."""
+
+    def describe(self, place: Place, token: str) -> Offer:
+        with _translated(place):
+            info = self._api.model_info(
+                place.address, revision=place.revision or None, files_metadata=True, token=token or False, timeout=TIMEOUT_S
+            )
+        sizes = {file.rfilename: file.size for file in info.siblings or []}
+        for name in FILES:
+            if sizes.get(name) is None:
+                raise missing_file(place, name, has_pickle=PICKLE_FILE in sizes)
+        if info.gated and not self.may_read(place, token):  # all may see what a gated repository has, few may read it
+            raise not_found(place)
+        is_private = bool(info.private or info.gated) or (token != "" and not self.may_read(place, ""))
+        return Offer({name: sizes[name] for name in FILES}, stamp=info.sha or "", is_private=is_private)
+
+    def fetch(self, place: Place, offer: Offer, token: str, folder: Path) -> None:
+        with _translated(place):
+            for name in offer.files:
+                self._api.hf_hub_download(
+                    place.address, name, revision=offer.stamp or place.revision or None, local_dir=folder, token=token or False
+                )
+
+    def may_read(self, place: Place, token: str) -> bool:
+        url = hf_hub_url(place.address, CONFIG_FILE, revision=place.revision or None, endpoint=self._api.endpoint)
+        try:
+            with _translated(place):
+                self._api.get_hf_file_metadata(url=url, token=token or False, timeout=TIMEOUT_S)
+        except AdapterNotFound:
+            return False
+        return True
+
+
+def not_found(place: Place) -> LorayError:
+    """The same words for what is not there and for what this token may not read: nobody learns which."""
+    return AdapterNotFound(f"adapter {place.name!r} is not on the hub, or not for this token")
+
+
+@contextmanager
+def _translated(place: Place) -> Iterator[None]:
+    try:
+        yield
+    except RevisionNotFoundError:
+        raise AdapterNotFound(f"adapter {place.name!r}: the hub has no such revision of it") from None
+    except RepositoryNotFoundError:  # gated ones too
+        raise not_found(place) from None
+    except EntryNotFoundError:
+        raise AdapterFailed(f"adapter {place.name!r}: a file is missing on the hub") from None
+    except HfHubHTTPError as error:
+        if error.response.status_code in (401, 403):
+            raise not_found(place) from None
+        raise AdapterFailed(f"adapter {place.name!r}: the hub answered {error.response.status_code}") from None
+    except Exception as error:  # of its HTTP library, whatever that is; the text may quote what was sent
+        raise AdapterFailed(f"adapter {place.name!r}: the hub can't be reached ({type(error).__name__})") from None

@@ -1,0 +1,151 @@
+"""Adapters behind URLs, read through fsspec, from the places that the configuration lists and from no other. Keeps no files."""
+
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import aiohttp
+import fsspec  # type: ignore[import-untyped]
+from fsspec.callbacks import Callback  # type: ignore[import-untyped]
+
+from loray.deployments.adapter_sources import FILES, PICKLE_FILE, Offer, Place, missing_file, normal_url
+from loray.deployments.errors import AdapterFailed, AdapterNotFound, InvalidRequest, LorayError
+from loray.models.model_folder import one_line
+
+NUM_ATTEMPTS = 3
+PAUSE_S = 0.5  # between them
+HTTP_SCHEMES = ("https", "http")
+EXTRAS = {"s3": "s3", "gs": "gcs", "az": "az"}  # scheme -> which of loray's extras brings its library
+HTTP_TIMEOUT = aiohttp.ClientTimeout(total=None, sock_connect=10, sock_read=30)  # seconds; a download may take long, a silence not
+
+
+class OffTheList(Exception):
+    """A request went, or was sent on, to a place that the configuration does not list."""
+
+
+class TooLong(Exception):
+    """More bytes come than were announced."""
+
+
+class UrlSource:
+    """Whoever may use this server may read all that is listed: credentials are the server's, and a request's token goes nowhere."""
+
+    def __init__(self, allowed_urls: list[str], storage_options: dict[str, dict[str, Any]]) -> None:
+        try:
+            self._allowed = [normal_url(url) for url in allowed_urls]
+        except InvalidRequest as error:
+            raise ValueError(f"allowed_urls: {error.message}") from None
+        self._options = storage_options
+        self._systems: dict[str, Any] = {}  # fsspec's file systems by scheme
+        self._making = threading.Lock()
+
+    def check(self, place: Place) -> None:
+        if not self._is_allowed(place.address):
+            raise AdapterFailed(f"adapter {place.name!r}: this server may not read from there; its adapters.allowed_urls says what it may")
+
+    def describe(self, place: Place, token: str) -> Offer:
+        self.check(place)
+        infos: dict[str, dict[str, Any]] = {}
+        for name in FILES:
+            info = self._info(place, name)
+            if info is None and not infos:
+                raise AdapterNotFound(f"adapter {place.name!r}: there is no {name}")
+            if info is None:
+                raise missing_file(place, name, has_pickle=self._info(place, PICKLE_FILE) is not None)
+            if not isinstance(info.get("size"), int):
+                raise AdapterFailed(f"adapter {place.name!r}: the server does not say how large {name} is")
+            infos[name] = info
+        return Offer({name: info["size"] for name, info in infos.items()}, stamp=_stamp(infos))
+
+    def fetch(self, place: Place, offer: Offer, token: str, folder: Path) -> None:
+        for name, size in offer.files.items():
+            self._fetch_file(place, name, size, folder / name)
+        if self.describe(place, token) != offer:  # the two files may be of different versions
+            raise AdapterFailed(f"adapter {place.name!r} was changed while it was read; ask again")
+
+    def may_read(self, place: Place, token: str) -> bool:
+        return True
+
+    def _is_allowed(self, url: str) -> bool:
+        return any(url == allowed or url.startswith(f"{allowed}/") for allowed in self._allowed)
+
+    def _info(self, place: Place, name: str) -> dict[str, Any] | None:
+        """None: there is no such file."""
+        try:
+            info: dict[str, Any] = self._system(place.source).info(f"{place.address}/{name}")
+        except FileNotFoundError as error:
+            reason = error.__cause__  # over HTTP fsspec says "not found" to all that goes wrong
+            if reason is None or place.source not in HTTP_SCHEMES or getattr(reason, "status", None) in (404, 410):
+                return None
+            raise _failed(place, reason) from None
+        except Exception as error:  # of each storage's own library
+            raise _failed(place, error) from None
+        return info if info["type"] == "file" else None
+
+    def _fetch_file(self, place: Place, name: str, size: int, file: Path) -> None:
+        for attempt in range(1, NUM_ATTEMPTS + 1):
+            try:
+                self._system(place.source).get_file(f"{place.address}/{name}", str(file), callback=_Limit(size))
+                if (num_bytes := file.stat().st_size) != size:
+                    raise EOFError(f"{name} has {size} bytes, {num_bytes} came")
+                return
+            except (OffTheList, TooLong) as error:
+                raise _failed(place, error) from None
+            except Exception as error:  # of each storage's own library
+                if attempt == NUM_ATTEMPTS:
+                    raise _failed(place, error) from None
+            time.sleep(PAUSE_S * attempt)
+
+    def _system(self, scheme: str) -> Any:
+        with self._making:
+            if scheme not in self._systems:
+                options = dict(self._options.get(scheme, {}))
+                if scheme in HTTP_SCHEMES:
+                    client = {"timeout": HTTP_TIMEOUT, **options.get("client_kwargs", {}), "middlewares": (_guard(self._is_allowed),)}
+                    options["client_kwargs"] = client
+                    options["headers"] = {**options.get("headers", {}), "Accept-Encoding": "identity"}
+                # not fsspec's shared instance: those of others have other credentials
+                self._systems[scheme] = fsspec.filesystem(scheme, skip_instance_cache=True, use_listings_cache=False, **options)
+            return self._systems[scheme]
+
+
+class _Limit(Callback):
+    def __init__(self, max_bytes: int) -> None:
+        super().__init__()
+        self._max_bytes = max_bytes
+
+    def call(self, hook_name: str | None = None, **kwargs: Any) -> None:
+        if max(self.size or 0, self.value) > self._max_bytes:
+            raise TooLong(f"more than the {self._max_bytes} bytes that were announced")
+
+
+def _guard(is_allowed: Callable[[str], bool]) -> aiohttp.ClientMiddlewareType:
+    """Sees every request before it is sent, also those that follow a redirect."""
+
+    async def guard(request: aiohttp.ClientRequest, send: aiohttp.ClientHandlerType) -> aiohttp.ClientResponse:
+        url = request.url
+        try:
+            is_listed = is_allowed(normal_url(f"{url.scheme}://{url.authority}{url.path}"))
+        except InvalidRequest:
+            is_listed = False
+        if not is_listed:
+            raise OffTheList("the server sends the reader on to a place that adapters.allowed_urls does not list")
+        return await send(request)
+
+    return guard
+
+
+def _stamp(infos: dict[str, dict[str, Any]]) -> str:
+    tags = [str(info.get("ETag") or info.get("etag") or "") for info in infos.values()]
+    return ",".join(tags) if all(tags) else ""
+
+
+def _failed(place: Place, error: BaseException) -> LorayError:
+    if isinstance(error, ImportError):
+        return AdapterFailed(f"adapter {place.name!r}: the source {place.source} needs loray[{EXTRAS.get(place.source, place.source)}]")
+    if isinstance(error, aiohttp.ClientResponseError):
+        return AdapterFailed(f"adapter {place.name!r}: the server answered {error.status}")
+    reason = one_line(error)[:300] or type(error).__name__
+    return AdapterFailed(f"adapter {place.name!r} can't be read: {reason}")

@@ -1,0 +1,141 @@
+"""One rank's part of an adapter in host memory: read from a PEFT folder, cut and scaled as the rank wants it. Knows no pages."""
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from math import prod
+from pathlib import Path
+from typing import Literal, NamedTuple
+
+import torch
+from safetensors import SafetensorError, safe_open
+from torch import Tensor
+
+from loray.models.adapter import WEIGHTS_FILE, AdapterError, AdapterModule, AdapterSpec, read_adapter
+from loray.models.hosted_linear import HostedLinear
+from loray.models.linear import Linear, Projection
+from loray.models.vocabulary import Embedding, Head
+
+MAX_ELEMENTS_AT_ONCE = 32767  # from 32768 on torch shares an operation out among threads, which decoding needs
+MAX_DISTANCE = 0.004  # of a copy's row from the base model's, in its length: rounding to another half precision, no more
+
+Layer = Linear | HostedLinear | Embedding | Head
+Vector = Literal["magnitude", "bias", "bias of B"]
+
+
+class Target(NamedTuple):
+    """One module of the checkpoint that can carry LoRA."""
+
+    layer: Layer
+    number: int  # of its projection among the layer's
+    projection: Projection
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        return self.projection.in_features, self.projection.out_features
+
+    def columns(self, of_layer: Tensor) -> Tensor:
+        """Its part of a layer's outputs: [outputs of the layer] -> [width]."""
+        return of_layer.split(self.layer.widths)[self.number] if isinstance(self.layer, Linear | HostedLinear) else of_layer
+
+
+@dataclass(frozen=True, slots=True)
+class RankAdapter:
+    spec: AdapterSpec
+    values: Tensor  # [elements] all matrices one after another, pinned where there is a GPU
+    shapes: dict[tuple[str, str], tuple[int, int]]  # in values, in this order: (module path, "a" | "b" | "rows") -> shape
+    vectors: dict[tuple[str, Vector], Tensor]  # [width] float32, by module path
+
+    @property
+    def has_pages_only(self) -> bool:
+        return not self.vectors and not self.spec.tokens and not self.spec.beyond_pages
+
+    @property
+    def num_bytes(self) -> int:
+        return self.values.nbytes + sum(vector.nbytes for vector in self.vectors.values())
+
+    def matrices(self, device: torch.device) -> dict[tuple[str, str], Tensor]:
+        """Views of one copy on the device: A [rank, inputs], scale * B^T [rank, outputs] and rows of trained tokens."""
+        return _views(self.values.to(device, non_blocking=True), self.shapes)
+
+
+def read_rank_adapter(folder: Path, targets: Mapping[str, Target], is_pinned: bool) -> RankAdapter:
+    """targets: by module path. Safe beside decoding: one thread, and small steps outside the interpreter's lock."""
+    spec = read_adapter(folder, {path: target.shape for path, target in targets.items()})
+    shapes = dict(_shapes(spec, targets))
+    dtypes = {target.layer.weight.dtype for target in targets.values()}
+    num_elements = sum(prod(shape) for shape in shapes.values())
+    values = torch.empty(num_elements, dtype=dtypes.pop() if len(dtypes) == 1 else torch.float32, pin_memory=is_pinned)
+    views = _views(values, shapes)
+    try:
+        with safe_open(folder / WEIGHTS_FILE, "pt") as file:
+            for path, module in spec.modules.items():
+                _read_lora(file, module, targets[path].projection, views[path, "a"], views[path, "b"])
+            for path, tokens in spec.tokens.items():
+                _copy(views[path, "rows"], file.get_slice(tokens.name)[:])
+            for path, name in spec.copies.items():
+                _check_copy(file, name, targets[path].layer)
+            vectors = dict(_vectors(file, spec, targets))
+    except (SafetensorError, OSError) as error:
+        raise AdapterError(f"adapter {folder.name!r}: {WEIGHTS_FILE} cannot be read: {error}") from error
+    except AdapterError as error:
+        raise AdapterError(f"adapter {folder.name!r}: {error}") from None
+    return RankAdapter(spec, values, shapes, vectors)
+
+
+def _shapes(spec: AdapterSpec, targets: Mapping[str, Target]) -> Iterator[tuple[tuple[str, str], tuple[int, int]]]:
+    for path, module in spec.modules.items():
+        yield (path, "a"), (module.rank, targets[path].projection.in_part.size)
+        yield (path, "b"), (module.rank, targets[path].projection.width)
+    for path, tokens in spec.tokens.items():
+        layer = targets[path].layer
+        hidden_size = layer.projection.out_features if isinstance(layer, Embedding) else targets[path].projection.in_features
+        yield (path, "rows"), (len(tokens.token_ids), hidden_size)
+
+
+def _views(values: Tensor, shapes: dict[tuple[str, str], tuple[int, int]]) -> dict[tuple[str, str], Tensor]:
+    parts = values.split([prod(shape) for shape in shapes.values()])
+    return {key: part.view(shape) for (key, shape), part in zip(shapes.items(), parts, strict=True)}
+
+
+def _read_lora(file: safe_open, module: AdapterModule, projection: Projection, a: Tensor, b: Tensor) -> None:
+    """a [rank, inputs], b [rank, outputs]: filled."""
+    _copy(a, file.get_slice(module.a_name)[:, projection.in_part.slice])
+    sizes = [part.size for part in projection.out_parts]
+    for out, part in zip(b.split(sizes, 1), projection.out_parts, strict=True):
+        _copy(out.T, file.get_slice(module.b_name)[part.slice], module.scale)
+
+
+def _copy(out: Tensor, values: Tensor, scale: float = 1.0) -> None:
+    """out = scale * values, some rows at once; multiplied in float32."""
+    num_rows = max(1, MAX_ELEMENTS_AT_ONCE // max(1, values.shape[1]))
+    for out_rows, rows in zip(out.split(num_rows), values.split(num_rows), strict=True):
+        out_rows.copy_(rows if scale == 1 else rows.float() * scale)
+
+
+def _vectors(file: safe_open, spec: AdapterSpec, targets: Mapping[str, Target]) -> Iterator[tuple[tuple[str, Vector], Tensor]]:
+    def read(path: str, name: str) -> Tensor:
+        return torch.cat([file.get_slice(name)[part.slice] for part in targets[path].projection.out_parts]).float()
+
+    for path, module in spec.modules.items():
+        if module.magnitude_name:
+            yield (path, "magnitude"), read(path, module.magnitude_name)
+        if module.b_bias_name:
+            yield (path, "bias of B"), read(path, module.b_bias_name) * module.scale
+    for path, name in spec.biases.items():
+        layer = targets[path].layer
+        if not isinstance(layer, Linear | HostedLinear) or layer.bias is None:
+            raise AdapterError(f"tensor {name}: {path} has no bias in the base model")
+        yield (path, "bias"), read(path, name)
+
+
+def _check_copy(file: safe_open, name: str, layer: Layer) -> None:
+    """PEFT puts it in the place of the base model's weight, so it must be that."""
+    assert isinstance(layer, Embedding | Head), "only the embedding and the head are saved beside their LoRA"
+    own, copy = layer.own_weight(), file.get_slice(name)[layer.part.slice]
+    num_rows = len(own) if own.is_cuda else max(1, MAX_ELEMENTS_AT_ONCE // own.shape[1])
+    is_near = torch.ones((), dtype=torch.bool, device=own.device)
+    for own_rows, rows in zip(own.split(num_rows), copy.split(num_rows), strict=True):
+        rows = rows.to(own.device, torch.float32)
+        is_near &= ((rows - own_rows.float()).norm(dim=1) <= MAX_DISTANCE * rows.norm(dim=1)).all()
+    if not is_near:
+        raise AdapterError(f"tensor {name} is not the base model's own: modules trained as a whole are not supported")

@@ -1,0 +1,18 @@
+"""DoRA's arithmetic: how long the rows of a matrix with LoRA are. Each term sums over inputs, so ranks may add up their parts."""
+
+import torch
+from torch import Tensor
+
+
+def squares_of(weight: Tensor, dim: int) -> Tensor:
+    """||W||² along dim, in float32."""
+    return torch.linalg.vector_norm(weight, dim=dim, dtype=torch.float32).square_()
+
+
+def row_squares(squares: Tensor, product: Tensor, a: Tensor, b: Tensor) -> Tensor:
+    """||W + B A||² of each row = ||W||² + 2 B (A W^T) + B (A A^T) B^T, the diagonals of these.
+
+    squares [out] of W; product [rank, out] A W^T; a [rank, in]; b [rank, out] B^T, scale included -> [out] float32
+    """
+    a, b = a.float(), b.float()
+    return squares + (b * (2 * product.float() + a @ a.T @ b)).sum(0)

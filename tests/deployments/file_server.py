@@ -1,0 +1,111 @@
+"""A real HTTP server over a folder whose answers a test can spoil, and one that speaks as the Hugging Face hub does."""
+
+import hashlib
+import json
+import threading
+from collections.abc import Callable
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+from typing import Any
+
+
+class Handler(BaseHTTPRequestHandler):
+    protocol_version = "HTTP/1.1"
+    server: "FileServer"
+
+    def do_GET(self) -> None:
+        self.server.requests.append((self.command, self.path))
+        rule = self.server.rules.get(self.path)
+        if rule is None or not rule(self):
+            self.server.answer(self)
+
+    do_HEAD = do_GET
+
+    def reply(self, status: int, body: bytes = b"", **headers: str) -> None:
+        self.send_response(status)
+        for name, value in {"Content-Length": str(len(body)), **headers}.items():
+            self.send_header(name.replace("_", "-"), value)
+        self.end_headers()
+        if self.command == "GET":
+            self.wfile.write(body)
+
+    def cut_short(self, body: bytes) -> None:
+        """Announces all and sends half."""
+        self.send_response(200)
+        self.send_header("Content-Length", str(len(body)))
+        self.end_headers()
+        self.wfile.write(body[: len(body) // 2])
+        self.close_connection = True
+
+    def log_message(self, *args: Any) -> None:
+        pass
+
+
+class FileServer(ThreadingHTTPServer):
+    """Serves what is in `root`. A rule answers itself and returns True, or lets the server go on."""
+
+    def __init__(self, root: Path) -> None:
+        super().__init__(("127.0.0.1", 0), Handler)
+        self.root = root
+        self.rules: dict[str, Callable[[Handler], bool]] = {}  # by path
+        self.requests: list[tuple[str, str]] = []  # method, path
+        self.url = f"http://127.0.0.1:{self.server_port}"
+        threading.Thread(target=self.serve_forever, kwargs={"poll_interval": 0.01}, daemon=True).start()
+
+    def answer(self, handler: Handler) -> None:
+        file = self.root / handler.path.lstrip("/")
+        if file.is_file():
+            body = file.read_bytes()
+            handler.reply(200, body, ETag=f'"{hashlib.md5(body).hexdigest()}"')
+        else:
+            handler.reply(404)
+
+    def num_gets(self, ending: str) -> int:
+        return sum(method == "GET" and path.endswith(ending) for method, path in self.requests)
+
+    def close(self) -> None:
+        self.shutdown()
+        self.server_close()
+
+
+class HubServer(FileServer):
+    """root/org/name is a repository with one commit: its content."""
+
+    def __init__(self, root: Path) -> None:
+        super().__init__(root)
+        self.readers: dict[str, set[str]] = {}  # private repository -> tokens
+        self.gated: set[str] = set()  # of those: everybody may see them, readers may read them
+
+    def answer(self, handler: Handler) -> None:
+        path, _, _ = handler.path.partition("?")
+        parts = path.strip("/").split("/")
+        is_api = parts[:2] == ["api", "models"]
+        repo, rest = ("/".join(parts[2:4]), parts[4:]) if is_api else ("/".join(parts[:2]), parts[2:])
+        folder = self.root / repo
+        may_read = self._token(handler) in self.readers.get(repo, {self._token(handler)})
+        if not folder.is_dir() or (not may_read and repo not in self.gated):
+            return handler.reply(401, X_Error_Code="RepoNotFound")
+        if rest[1:2] and rest[1] not in ("main", self.commit(repo)):
+            return handler.reply(404, X_Error_Code="RevisionNotFound")
+        if is_api:
+            return handler.reply(200, json.dumps(self._info(repo)).encode(), Content_Type="application/json")
+        if not may_read:
+            return handler.reply(403, X_Error_Code="GatedRepo")
+        file = folder / rest[2]
+        if not file.is_file():
+            return handler.reply(404, X_Error_Code="EntryNotFound")
+        body = file.read_bytes()
+        return handler.reply(200, body, ETag=f'"{hashlib.sha1(body).hexdigest()}"', X_Repo_Commit=self.commit(repo))
+
+    def commit(self, repo: str) -> str:
+        digest = hashlib.sha1(b"".join(file.read_bytes() for file in sorted((self.root / repo).iterdir())))
+        return digest.hexdigest()
+
+    def _info(self, repo: str) -> dict[str, Any]:
+        files = [{"rfilename": file.name, "size": file.stat().st_size} for file in (self.root / repo).iterdir()]
+        is_gated = repo in self.gated
+        is_private = repo in self.readers and not is_gated
+        return {"id": repo, "sha": self.commit(repo), "private": is_private, "gated": "auto" if is_gated else False, "siblings": files}
+
+    def _token(self, handler: Handler) -> str:
+        return handler.headers.get("Authorization", "").removeprefix("Bearer ")

@@ -1,0 +1,460 @@
+import json
+import logging
+import threading
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from loray.deployments import adapter_store
+from loray.deployments.adapter_store import AdapterStore
+from loray.deployments.config import AdapterArgs
+from loray.deployments.errors import AdapterFailed, AdapterNotFound, InvalidRequest
+from loray.deployments.request import AdapterRef, MergeRecipe
+from loray.models.merging import MergeMethod, merge_adapters
+from tests.deployments.file_server import FileServer, Handler, HubServer
+from tests.deployments.peft_folder import SHAPES, save_folder
+
+WEIGHTS = "adapter_model.safetensors"
+
+
+class World:
+    """A hub, a web server, a root of local folders, and stores that read from them."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        for name in ("hub/org", "web", "local"):
+            (folder / name).mkdir(parents=True)
+        self.hub = HubServer(folder / "hub")
+        self.web = FileServer(folder / "web")
+        save_folder(folder / "hub" / "org" / "small", rank=4)
+
+    def store(self, **changes: Any) -> AdapterStore:
+        args = {"local_roots": [self.folder / "local"], "allowed_urls": [self.web.url], **changes}
+        return AdapterStore(AdapterArgs(**args), SHAPES, self.folder / "cache")
+
+    def on_web(self, name: str, rank: int = 4, seed: int = 0) -> AdapterRef:
+        save_folder(self.folder / "web" / name, rank, seed)
+        return AdapterRef(adapter_id=f"{self.web.url}/{name}")
+
+    def hold(self, name: str) -> tuple[threading.Event, threading.Event]:
+        """The weights' download stops: when it has come (the first event) until it is let go (the second)."""
+        held, released = threading.Event(), threading.Event()
+
+        def rule(handler: Handler) -> bool:
+            if handler.command == "GET":
+                held.set()
+                released.wait(60)
+            return False
+
+        self.web.rules[f"/{name}/{WEIGHTS}"] = rule
+        return held, released
+
+    def close(self) -> None:
+        self.hub.close()
+        self.web.close()
+
+
+@pytest.fixture
+def world(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[World]:
+    made = World(tmp_path)
+    monkeypatch.setenv("HF_ENDPOINT", made.hub.url)
+    monkeypatch.setenv("HF_HOME", str(tmp_path / "hf"))
+    monkeypatch.delenv("HF_TOKEN", raising=False)
+    monkeypatch.setattr(adapter_store, "get_token", lambda: None)  # the developer's own
+    yield made
+    made.close()
+
+
+HUB = AdapterRef(adapter_id="org/small", source="hub")
+
+
+def with_token(token: str) -> AdapterRef:
+    return AdapterRef(adapter_id="org/small", source="hub", api_token=token)
+
+
+def test_equal_content_is_one_version_wherever_it_comes_from(world: World) -> None:
+    save_folder(world.folder / "local" / "small", rank=4)
+    store = world.store()
+    found = [store.find(ref) for ref in (HUB, world.on_web("small"), AdapterRef(adapter_id="small"))]
+    assert len({adapter.version for adapter in found}) == 1 and len({adapter.path for adapter in found}) == 3
+    assert [adapter.adapter_id for adapter in found] == ["org/small", f"{world.web.url}/small", "small"]
+    assert {adapter.num_pages for adapter in found} == {1}
+
+
+def test_a_second_find_and_a_restart_download_nothing(world: World) -> None:
+    ref = world.on_web("small")
+    first = world.store().find(ref)
+    num_requests = len(world.web.requests)
+    again = world.store()
+    assert (again.find(ref).path, again.find(ref).version) == (first.path, first.version)
+    assert len(world.web.requests) == num_requests
+
+
+@pytest.mark.parametrize(
+    "spoil", [lambda file: file.write_bytes(file.read_bytes()[:-1]), lambda file: flip(file), lambda file: file.unlink()]
+)
+@pytest.mark.parametrize("restarts", [True, False])
+def test_a_file_that_was_cut_changed_or_lost_on_disk_is_fetched_anew(world: World, spoil: Callable[[Path], Any], restarts: bool) -> None:
+    ref = world.on_web("small")
+    store = world.store()
+    first = store.find(ref)
+    spoil(Path(first.path) / WEIGHTS)
+    again = (world.store() if restarts else store).find(ref)
+    assert again.version == first.version
+    assert (Path(again.path) / WEIGHTS).read_bytes() == (world.folder / "web" / "small" / WEIGHTS).read_bytes()
+
+
+def flip(file: Path) -> None:
+    """One bit of a weight, which no header and no size shows."""
+    body = bytearray(file.read_bytes())
+    body[-1] ^= 1
+    file.write_bytes(body)
+
+
+@pytest.mark.parametrize("source", ["hub", "web"])
+def test_after_forget_new_content_is_a_new_version_and_the_old_files_stay(world: World, source: str) -> None:
+    ref = HUB if source == "hub" else world.on_web("small")
+    store = world.store()
+    old = store.find(ref)
+    save_folder(world.folder / ("hub/org" if source == "hub" else "web") / "small", rank=4, seed=1)
+    assert store.find(ref).version == old.version
+    store.forget(ref)
+    new = store.find(ref)
+    assert new.version != old.version and Path(old.path).is_dir() and new.path != old.path
+    assert world.store().find(ref).version == new.version
+
+
+def test_after_forget_equal_content_is_not_downloaded_again(world: World) -> None:
+    store = world.store()
+    first = store.find(HUB)
+    num_gets = world.hub.num_gets(WEIGHTS)
+    store.forget(HUB)
+    assert store.find(HUB).path == first.path and world.hub.num_gets(WEIGHTS) == num_gets
+
+
+def test_after_forget_a_source_that_is_away_is_an_error_until_it_is_back(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(adapter_store, "FAILURE_S", 1e-9)
+    ref = world.on_web("small")
+    store = world.store()
+    store.find(ref)
+    store.forget(ref)
+    world.web.rules["/small/adapter_config.json"] = lambda handler: handler.reply(500) is None
+    for _ in range(2):
+        with pytest.raises(AdapterFailed, match="500"):
+            store.find(ref)
+    world.web.rules.clear()
+    assert store.find(ref).num_pages == 1
+
+
+def test_threads_and_processes_that_want_one_adapter_download_it_once(world: World) -> None:
+    ref = world.on_web("small")
+    second = threading.Event()
+
+    def wait_for_a_second(handler: Handler) -> bool:
+        if handler.command == "GET" and world.web.num_gets(WEIGHTS) > 1:
+            second.set()
+        elif handler.command == "GET":
+            second.wait(1)  # it must not come
+        return False
+
+    world.web.rules[f"/small/{WEIGHTS}"] = wait_for_a_second
+    stores = [world.store() for _ in range(2)]
+    with ThreadPoolExecutor(8) as threads:
+        found = list(threads.map(lambda i: stores[i % 2].find(ref), range(8)))
+    assert len({adapter.path for adapter in found}) == 1
+    assert world.web.num_gets(WEIGHTS) == 1
+
+
+def test_threads_that_want_one_missing_adapter_ask_for_it_once(world: World) -> None:
+    second = threading.Event()
+
+    def wait_for_a_second(handler: Handler) -> bool:
+        if world.web.requests.count(("HEAD", handler.path)) > 1:
+            second.set()
+        elif handler.command == "HEAD":
+            second.wait(1)  # it must not come
+        return False
+
+    world.web.rules["/none/adapter_config.json"] = wait_for_a_second
+    store, ref = world.store(), AdapterRef(adapter_id=f"{world.web.url}/none")
+    with ThreadPoolExecutor(8) as threads:
+        errors = [finding.exception() for finding in [threads.submit(store.find, ref) for _ in range(8)]]
+    assert all(isinstance(error, AdapterNotFound) for error in errors) and len({str(error) for error in errors}) == 1
+    assert not second.is_set()
+
+
+def test_ten_others_load_while_one_download_stands_still(world: World) -> None:
+    slow, others = world.on_web("slow"), [world.on_web(f"a{i}", seed=i) for i in range(10)]
+    held, released = world.hold("slow")
+    store = world.store()
+    with ThreadPoolExecutor(1) as thread:
+        waiting = thread.submit(store.find, slow)
+        assert held.wait(60)
+        assert len({store.find(ref).version for ref in others}) == 10
+        assert not waiting.done()
+        released.set()
+        assert waiting.result(60).num_pages == 1
+
+
+def test_a_download_tells_how_far_it_is(world: World, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch) -> None:
+    ref = world.on_web("slow")
+    held, released = world.hold("slow")
+    told = threading.Event()
+
+    class Told(logging.Handler):
+        def emit(self, record: logging.LogRecord) -> None:
+            if "bytes after" in record.getMessage():
+                told.set()
+
+    monkeypatch.setattr("loray.deployments.download_log.INTERVAL_S", 0.01)
+    logger = logging.getLogger("ray.serve.loray")
+    logger.addHandler(handler := Told())
+    with caplog.at_level(logging.INFO, "ray.serve.loray"), ThreadPoolExecutor(1) as thread:
+        finding = thread.submit(world.store().find, ref)
+        assert held.wait(60) and told.wait(60)
+        released.set()
+        finding.result(60)
+    logger.removeHandler(handler)
+    size = sum(file.stat().st_size for file in (world.folder / "web" / "slow").iterdir())
+    assert f"of {size} bytes after" in caplog.text and f"downloaded {size} bytes in" in caplog.text
+
+
+def test_an_adapter_larger_than_the_disk_may_hold_is_refused_unread(world: World) -> None:
+    ref = world.on_web("large", rank=64)
+    with pytest.raises(AdapterFailed, match=r"large.*are more than disk_bytes \(2000\)"):
+        world.store(disk_bytes=2000).find(ref)
+    assert not world.web.num_gets(f"large/{WEIGHTS}")
+
+
+def test_the_disk_cache_stays_within_its_bytes_and_keeps_what_is_in_use(world: World) -> None:
+    refs = [world.on_web(f"a{i}", seed=i) for i in range(4)]
+    size = sum(file.stat().st_size for file in (world.folder / "web" / "a0").iterdir())
+    store = world.store(disk_bytes=2 * size)
+    first = store.find(refs[0])
+    store.in_use = lambda path: path == first.path
+    for ref in refs[1:]:
+        store.find(ref)
+    assert [store.disk_bytes(ref) for ref in refs] == [size, 0, 0, size]
+    store.in_use = lambda path: True
+    with pytest.raises(AdapterFailed, match="in use"):
+        store.find(refs[1])
+
+
+def test_what_was_found_last_is_evicted_last(world: World) -> None:
+    a, b, c = (world.on_web(name, seed=seed) for seed, name in enumerate("abc"))
+    size = sum(file.stat().st_size for file in (world.folder / "web" / "a").iterdir())
+    store = world.store(disk_bytes=2 * size)
+    for ref in (a, b, a, c):
+        store.find(ref)
+    assert [store.disk_bytes(ref) for ref in (a, b, c)] == [size, 0, size]
+
+
+def test_remove_deletes_the_download_and_never_a_local_folder(world: World) -> None:
+    save_folder(world.folder / "local" / "mine", rank=4)
+    store, ref, mine = world.store(), world.on_web("small"), AdapterRef(adapter_id="mine")
+    path = Path(store.find(ref).path)
+    assert store.disk_bytes(ref) == sum(file.stat().st_size for file in path.iterdir())
+    for each in (ref, mine):
+        store.remove(each)
+    assert not path.exists() and store.disk_bytes(ref) == 0 and store.find(mine).num_pages == 1
+    num_gets = world.web.num_gets(WEIGHTS)
+    assert store.find(ref).path == str(path) and world.web.num_gets(WEIGHTS) == num_gets + 1
+
+
+@pytest.mark.parametrize(
+    ("spoil", "reason"),
+    [
+        (lambda folder: (folder / WEIGHTS).write_bytes((folder / WEIGHTS).read_bytes()[:-4]), "cut short"),
+        (lambda folder: (folder / WEIGHTS).write_bytes(b"nonsense" * 10), "cut short"),
+        (lambda folder: (folder / "adapter_config.json").write_text("{"), "cannot be read"),
+        (lambda folder: (folder / "adapter_config.json").write_text(json.dumps({"peft_type": "IA3"})), "IA3"),
+        (lambda folder: (folder / WEIGHTS).rename(folder / "adapter_model.bin"), "pickle"),
+        (lambda folder: (folder / WEIGHTS).unlink(), "missing"),
+    ],
+)
+def test_a_broken_adapter_is_refused_with_its_name_and_the_reason_and_leaves_nothing(
+    world: World, spoil: Callable[[Path], Any], reason: str
+) -> None:
+    ref = world.on_web("broken")
+    spoil(world.folder / "web" / "broken")
+    store = world.store()
+    with pytest.raises(AdapterFailed, match=rf"/broken'.*{reason}"):
+        store.find(ref)
+    assert store.disk_bytes(ref) == 0 and store.names() == []
+    assert not list((world.folder / "cache").glob("partial/*"))
+
+
+def test_an_adapter_of_another_base_is_refused_also_from_disk_and_not_downloaded_again(world: World) -> None:
+    ref = world.on_web("small")
+    world.store().find(ref)
+    num_gets = world.web.num_gets(WEIGHTS)
+    args = AdapterArgs(allowed_urls=[world.web.url])
+    other = AdapterStore(args, {"model.layers.0.self_attn.q_proj": (32, 24)}, world.folder / "cache")
+    with pytest.raises(AdapterFailed, match=r"/small'.*shape"):
+        other.find(ref)
+    assert world.web.num_gets(WEIGHTS) == num_gets
+    assert world.store().find(ref).num_pages == 1
+
+
+def test_a_failure_is_answered_at_once_for_a_while_and_forgotten_on_demand(world: World) -> None:
+    store, ref = world.store(), AdapterRef(adapter_id=f"{world.web.url}/late")
+    messages = set()
+    for _ in range(3):
+        with pytest.raises(AdapterNotFound) as raised:
+            store.find(ref)
+        messages.add(raised.value.message)
+    assert len(messages) == 1
+    num_requests = len(world.web.requests)
+    world.on_web("late")
+    with pytest.raises(AdapterNotFound):
+        store.find(ref)
+    assert len(world.web.requests) == num_requests
+    store.forget(ref)
+    assert store.find(ref).num_pages == 1
+
+
+def test_many_bad_ids_leave_memory_and_disk_where_they_were(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(adapter_store, "MAX_REMEMBERED", 50)
+    store = world.store()
+    for i in range(100):
+        for adapter_id in (f"{world.web.url}/none{i}", f"https://off.example/{i}", f"../{i}", f"https://host/../{i}"):
+            with pytest.raises((AdapterFailed, InvalidRequest)):
+                store.find(AdapterRef(adapter_id=adapter_id))
+    assert len(store._failures) == 50 and len(store._fetching) == 0 and not store._stale
+    assert not (world.folder / "cache").exists()
+
+
+def test_a_url_taken_off_the_list_is_not_served_from_disk_either(world: World) -> None:
+    ref = world.on_web("small")
+    world.store().find(ref)
+    with pytest.raises(AdapterFailed, match="allowed_urls"):
+        world.store(allowed_urls=[]).find(ref)
+
+
+def test_a_private_adapter_needs_a_token_that_may_read_it_on_every_request(world: World) -> None:
+    world.hub.readers["org/small"] = {"hf_one", "hf_two"}
+    for store in (world.store(), world.store()):  # the second finds it on disk
+        for token in ("", "hf_bad"):
+            with pytest.raises(AdapterNotFound) as refused:
+                store.find(with_token(token))
+            assert refused.value.message == "adapter 'org/small' is not on the hub, or not for this token"
+        for token in ("hf_one", "hf_two"):
+            assert store.find(with_token(token)).num_pages == 1
+        for token in ("", "hf_bad"):
+            with pytest.raises(AdapterNotFound):
+                store.find(with_token(token))
+        assert store.names() == [] and store.is_private(HUB)
+    assert world.hub.num_gets(WEIGHTS) == 1
+
+
+def test_a_token_that_was_confirmed_is_not_asked_about_again_until_its_time_is_over(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
+    world.hub.readers["org/small"] = {"hf_one"}
+    store = world.store()
+    for _ in range(2):
+        store.find(with_token("hf_one"))
+    num_requests = len(world.hub.requests)
+    store.find(with_token("hf_one"))
+    assert len(world.hub.requests) == num_requests
+    monkeypatch.setattr(adapter_store, "TOKEN_S", 1e-9)
+    later = world.store()
+    later.find(with_token("hf_one"))
+    world.hub.readers["org/small"] = set()
+    with pytest.raises(AdapterNotFound):
+        later.find(with_token("hf_one"))
+
+
+def test_who_waits_for_the_download_of_another_needs_a_token_of_his_own(world: World) -> None:
+    world.hub.readers["org/small"] = {"hf_one"}
+    held, released = threading.Event(), threading.Event()
+
+    def hold(handler: Handler) -> bool:
+        if handler.command == "GET":
+            held.set()
+            released.wait(60)
+        return False
+
+    world.hub.rules[f"/org/small/resolve/{world.hub.commit('org/small')}/{WEIGHTS}"] = hold
+    store = world.store()
+    with ThreadPoolExecutor(2) as threads:
+        good = threads.submit(store.find, with_token("hf_one"))
+        assert held.wait(60)
+        bad = threads.submit(store.find, with_token("hf_bad"))
+        released.set()
+        assert good.result(60).num_pages == 1
+        with pytest.raises(AdapterNotFound):
+            bad.result(60)
+
+
+def test_the_servers_own_token_serves_requests_without_one_and_no_others(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
+    world.hub.readers["org/small"] = {"hf_server"}
+    monkeypatch.setattr(adapter_store, "get_token", lambda: "hf_server")
+    store = world.store()
+    assert store.find(HUB).num_pages == 1
+    with pytest.raises(AdapterNotFound):
+        store.find(with_token("hf_bad"))
+
+
+def test_a_token_is_in_no_log_no_error_and_no_file(world: World, caplog: pytest.LogCaptureFixture) -> None:
+    world.hub.readers["org/small"] = {"hf_secret"}
+    store = world.store()
+    with caplog.at_level(logging.DEBUG, "ray.serve.loray"):
+        store.find(with_token("hf_secret"))
+        with pytest.raises(AdapterNotFound) as raised:
+            store.find(AdapterRef(adapter_id="org/none", source="hub", api_token="hf_secret"))
+    assert "hf_secret" not in caplog.text + raised.value.message + repr(store.__dict__)
+    for file in (world.folder / "cache").rglob("*"):
+        assert "hf_secret" not in file.name and (file.is_dir() or b"hf_secret" not in file.read_bytes())
+
+
+def test_names_are_the_local_folders_and_the_public_downloads(world: World) -> None:
+    save_folder(world.folder / "local" / "mine", rank=4)
+    store, ref = world.store(), world.on_web("small")
+    store.find(HUB)
+    store.find(ref)
+    assert store.names() == sorted(["mine", "org/small", ref.adapter_id])
+
+
+def merging(merges: list[Path]) -> Callable[..., None]:
+    """The real merge, in this process, that counts."""
+
+    def merge(folders: Any, weights: Any, method: dict[str, Any], shapes: Any, out: Path) -> None:
+        merges.append(out)
+        merge_adapters(folders, weights, MergeMethod(**method), shapes, out)
+
+    return merge
+
+
+def test_a_merge_is_made_once_and_another_recipe_or_version_is_another_merge(world: World) -> None:
+    merges: list[Path] = []
+    stores = [world.store(), world.store()]
+    parts = [stores[0].find(world.on_web(name, seed=seed)) for seed, name in enumerate(("a", "b"))]
+    recipe = MergeRecipe(adapter_ids=("a", "b"), weights=(0.5, 0.5))
+    for store in stores:
+        store.merge = merging(merges)
+    first, second = (store.merged("a and b", parts, recipe) for store in stores)
+    assert (first.path, first.version, first.rank, first.adapter_id) == (second.path, second.version, 8, "a and b")
+    assert len(merges) == 1
+    stores[0].merged("a and b", parts, MergeRecipe(adapter_ids=("a", "b"), weights=(0.5, 0.6)))
+    stores[0].merged("a and b", [parts[0], stores[0].find(world.on_web("c", seed=2))], recipe)
+    assert len(merges) == 3 and not list((world.folder / "cache").glob("partial/*"))
+    assert stores[0].names() == [f"{world.web.url}/{name}" for name in ("a", "b", "c")]
+
+
+def test_a_merge_that_fails_says_so_and_leaves_nothing(world: World) -> None:
+    merges: list[Path] = []
+    store = world.store()
+    store.merge = merging(merges)
+    part = store.find(world.on_web("a"))
+    for _ in range(2):
+        with pytest.raises(AdapterFailed, match=r"much of a.*float32"):
+            store.merged("much of a", [part, part], MergeRecipe(adapter_ids=("a", "a"), weights=(1e300, 1e300)))
+    assert len(merges) == 1 and not list((world.folder / "cache").glob("partial/*"))
+
+
+def test_a_cache_that_cannot_be_written_is_an_error_of_the_adapter(world: World) -> None:
+    (world.folder / "cache").write_text("a file where the folder should be")
+    with pytest.raises(AdapterFailed, match="small"):
+        world.store().find(world.on_web("small"))

@@ -1,0 +1,138 @@
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+
+from loray.deployments.adapters_cli import table
+from loray.deployments.cli import main
+from loray.deployments.http_app import make_app
+from tests.deployments.live_server import live
+from tests.deployments.scripted_backend import ScriptedBackend, saying, service_of, status_of
+
+NOW = 1_000_000.0
+
+
+@pytest.fixture(scope="module")
+def backend() -> ScriptedBackend:
+    return saying("x")
+
+
+@pytest.fixture(scope="module")
+def url(backend: ScriptedBackend) -> Iterator[str]:
+    with live(make_app(service_of(backend, api_keys={"admin": "open"}))) as address:
+        yield address
+
+
+@pytest.fixture(autouse=True)
+def two_adapters(backend: ScriptedBackend) -> None:
+    backend.statuses = {"replica": [status_of("pirate", "gpu", num_served=12), status_of("s3://bucket/a b?#", "host", is_pinned=True)]}
+    backend.changes.clear()
+
+
+def rows(output: str) -> list[list[str]]:
+    return [line.split() for line in output.splitlines()]
+
+
+def shape(*statuses: Any) -> list[dict[str, Any]]:
+    return [msgspec.to_builtins(status) for status in statuses]
+
+
+def test_list_prints_a_table(url: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["adapters", "list", "--url", url, "--key", "open"]) == 0
+    header, first, second = capsys.readouterr().out.splitlines()
+    assert header.split() == ["ADAPTER", "STATE", "VERSION", "RANK", "GPU", "HOST", "DISK", "RUNNING", "SERVED", "FAILED", "LAST", "USED"]
+    assert first.split() == ["pirate", "gpu", "1f2e3d4c", "8", "-", "1.0M", "-", "0", "12", "0", "never"]
+    assert second.startswith("s3://bucket/a b?#") and "host, pinned" in second
+
+
+def test_list_can_be_of_one_state(url: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["adapters", "list", "--state", "gpu", "--url", url, "--key", "open"]) == 0
+    assert [row[0] for row in rows(capsys.readouterr().out)] == ["ADAPTER", "pirate"]
+
+
+def test_json_is_the_servers_answer(url: str, capsys: pytest.CaptureFixture[str], backend: ScriptedBackend) -> None:
+    assert main(["adapters", "list", "--json", "--url", url, "--key", "open"]) == 0
+    assert json.loads(capsys.readouterr().out) == {"adapters": shape(*backend.statuses["replica"])}
+
+
+@pytest.mark.parametrize("action", ["unload", "pin", "unpin", "reload"])
+@pytest.mark.parametrize("adapter_id", ["pirate", "s3://bucket/a b?#"])
+def test_an_action_names_its_adapter_whatever_the_id(url: str, backend: ScriptedBackend, action: str, adapter_id: str) -> None:
+    assert main(["adapters", action, adapter_id, "--url", f"{url}/", "--key", "open"]) == 0
+    assert [(change.action, change.ref.adapter_id) for change in backend.changes] == [(action, adapter_id)]
+
+
+def test_load_passes_everything_on(url: str, backend: ScriptedBackend, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "token").write_text("secret\n")
+    (tmp_path / "key").write_text("open\n")
+    options = ["--source", "hub", "--revision", "v2", "--pin", "--token-file", str(tmp_path / "token")]
+    assert main(["adapters", "load", "pirate", *options, "--url", url, "--key-file", str(tmp_path / "key")]) == 0
+    (change,) = backend.changes
+    assert (change.ref.source, change.ref.revision, change.ref.api_token, change.is_pinned) == ("hub", "v2", "secret", True)
+    assert rows(capsys.readouterr().out)[1][0] == "pirate"
+
+
+@pytest.mark.parametrize(
+    ("arguments", "says"),
+    [
+        (["list", "--url", "URL"], "admin key (api_keys.admin) (401)"),
+        (["list", "--url", "URL", "--key", "wrong"], "(401)"),
+        (["pin", "nobody", "--url", "URL", "--key", "open"], "nobody"),
+        (["load", "x", "--source", "ftp", "--url", "URL", "--key", "open"], "source: 'ftp'"),
+        (["list", "--url", "URL/elsewhere"], "not found (404)"),
+        (["list", "--url", "http://127.0.0.1:1"], "no answer from http://127.0.0.1:1"),
+        (["list", "--url", "not an address"], "no address"),
+        (["list", "--url", "file:///etc/hostname"], "no address"),
+        (["list", "--url", "http://127.0.0.1:x"], "no answer"),
+        (["list", "--url", "URL", "--key", "op\nen"], "no answer"),
+        (["list", "--url", "URL/openapi.json?"], "no loray server"),
+        (["list", "--key-file", "missing"], "missing can't be read"),
+    ],
+)
+def test_a_failure_is_one_line_and_an_exit_code(
+    url: str, capsys: pytest.CaptureFixture[str], arguments: list[str], says: str, backend: ScriptedBackend
+) -> None:
+    assert main(["adapters", *(argument.replace("URL", url) for argument in arguments)]) == 1
+    captured = capsys.readouterr()
+    (line,) = captured.err.splitlines()
+    assert line.startswith("loray: ") and says in line and not captured.out and not backend.changes
+
+
+@pytest.mark.parametrize("arguments", [[], ["list"], ["load"]])
+def test_help_says_what_can_be_done(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as exit_:
+        main(["adapters", *arguments, "--help"])
+    assert exit_.value.code == 0 and "adapters" in capsys.readouterr().out
+
+
+def test_the_table_fits_the_terminal_and_numbers_stand_on_the_right() -> None:
+    long = "org/" + "x" * 100 + "/tail"
+    lines = table(shape(status_of(long), status_of("a", num_served=1234567)), 100, NOW)
+    assert max(map(len, lines)) <= 100
+    assert lines[1].startswith("org/") and "…" in lines[1] and "/tail" in lines[1].split()[0]
+    served = lines[0].index("SERVED") + len("SERVED")
+    assert lines[1][:served].endswith(" 0") and lines[2][:served].endswith("1234567")
+
+
+@pytest.mark.parametrize(
+    ("seconds", "says"),
+    [(0, "0 s ago"), (-5, "0 s ago"), (3, "3 s ago"), (119, "119 s ago"), (120, "2 min ago"), (7200, "2 h ago"), (200_000, "2 d ago")],
+)
+def test_last_used_is_said_in_words(seconds: float, says: str) -> None:
+    assert table(shape(status_of("a", last_used=NOW - seconds)), 200, NOW)[1].endswith(says)
+
+
+@pytest.mark.parametrize(
+    ("num_bytes", "says"), [(0, "-"), (512, "512B"), (1536, "1.5K"), (10 << 20, "10M"), (1000 << 20, "1.0G"), (5 << 40, "5.0T")]
+)
+def test_bytes_are_short(num_bytes: int, says: str) -> None:
+    line = table(shape(status_of("a", gpu_bytes=num_bytes, host_bytes=0)), 200, NOW)[1]
+    assert line.split()[4] == says
+
+
+def test_under_an_adapter_that_failed_stands_why() -> None:
+    lines = table(shape(status_of("a", "failed", version="", error="no such folder")), 200, NOW)
+    assert lines[2].strip() == "no such folder"

@@ -1,0 +1,228 @@
+from collections.abc import Sequence
+from typing import Any
+
+import httpx
+import pytest
+
+from loray.deployments import admin
+from loray.deployments.adapter_records import AdapterRecord
+from loray.deployments.admin import AdapterAdmin
+from loray.deployments.errors import InvalidRequest
+from loray.deployments.middleware import routed_path
+from loray.deployments.service import Service
+from tests.deployments.scripted_backend import ScriptedBackend, run, saying, send, service_of, status_of
+
+KEYS = {"api_keys": {"admin": "open", "inference": "sesame"}}
+ADMIN = {"Authorization": "Bearer open"}
+ROUTES = [
+    ("GET", "/admin/adapters"),
+    ("POST", "/admin/adapters"),
+    ("GET", "/admin/adapters/pirate"),
+    ("DELETE", "/admin/adapters/pirate"),
+    ("POST", "/admin/adapters/pirate/pin"),
+    ("GET", "/admin/nope"),
+    ("GET", "/admin"),
+]
+
+
+@pytest.fixture(autouse=True)
+def quick_looks(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(admin, "LOOK_S", 0.001)
+
+
+@pytest.fixture
+def backend() -> ScriptedBackend:
+    backend = saying("x")
+    backend.statuses = {
+        "one": [status_of("pirate", "gpu", num_served=2), status_of("org/poet", "host", is_private=True)],
+        "replica": [status_of("pirate", "host", num_served=3)],
+    }
+    return backend
+
+
+@pytest.fixture
+def service(backend: ScriptedBackend) -> Service:
+    return service_of(backend, **KEYS)
+
+
+def call(service: Service, method: str, path: str, **kwargs: Any) -> httpx.Response:
+    return send(service, method, f"/admin/adapters{path}", headers=ADMIN, **kwargs)
+
+
+def ids(response: httpx.Response) -> list[str]:
+    assert response.status_code == 200, response.text
+    return [adapter["adapter_id"] for adapter in response.json()["adapters"]]
+
+
+def records(backend: ScriptedBackend) -> Sequence[AdapterRecord]:
+    return backend.records.snapshot().records
+
+
+# --- keys
+
+
+@pytest.mark.parametrize(("method", "path"), ROUTES)
+@pytest.mark.parametrize("header", [None, "Bearer wrong", "Bearer sesame", "open", "Bearer op\xe9n"])
+def test_without_the_admin_key_nothing_is_answered(
+    service: Service, backend: ScriptedBackend, method: str, path: str, header: str | None
+) -> None:
+    headers = {} if header is None else {"Authorization": header.encode("latin-1")}
+    response = send(service, method, path, headers=headers)
+    assert (response.status_code, response.json()["error_type"]) == (401, "unauthorized")
+    assert "admin" in response.json()["error"] and not backend.changes
+
+
+@pytest.mark.parametrize(("method", "path"), ROUTES)
+@pytest.mark.parametrize("keys", [{}, {"inference": "sesame"}])
+def test_a_server_without_an_admin_key_says_how_to_set_one(method: str, path: str, keys: dict[str, str]) -> None:
+    for header in ("Bearer sesame", "Bearer None", "Bearer "):
+        response = send(service_of(saying("x"), api_keys=keys), method, path, headers={"Authorization": header})
+        assert (response.status_code, response.json()["error_type"]) == (403, "forbidden")
+        assert "api_keys.admin" in response.json()["error"]
+
+
+def test_the_admin_key_does_not_open_inference(service: Service) -> None:
+    assert send(service, "POST", "/generate", json={"inputs": "x"}, headers=ADMIN).status_code == 401
+    assert send(service, "GET", "/administrator", headers=ADMIN).status_code == 401
+    assert send(service, "GET", "/v1/models", headers=ADMIN).status_code == 401
+
+
+def test_without_an_inference_key_the_admin_key_is_still_needed(backend: ScriptedBackend) -> None:
+    service = service_of(backend, api_keys={"admin": "open"})
+    assert send(service, "GET", "/v1/models").status_code == 200
+    assert send(service, "GET", "/admin/adapters").status_code == 401
+
+
+@pytest.mark.parametrize(
+    ("root", "path", "expected"),
+    [
+        ("", "/admin", "/admin"),
+        ("/app", "/app/admin/x", "/admin/x"),
+        ("/a", "/admin/x", "/admin/x"),
+        ("/admin", "/admin/generate", "/generate"),
+        ("/app", "/app", ""),
+    ],
+)
+def test_a_path_counts_without_the_prefix_it_is_served_under(root: str, path: str, expected: str) -> None:
+    assert routed_path({"path": path, "root_path": root}) == expected
+
+
+# --- list
+
+
+def test_the_list_puts_replicas_together_and_shows_private_adapters(service: Service) -> None:
+    response = call(service, "GET", "")
+    assert ids(response) == ["org/poet", "pirate"]
+    assert response.json()["adapters"][1] == {
+        "adapter_id": "pirate",
+        "source": "local",
+        "revision": "",
+        "version": "1f2e3d4c5b6a",
+        "state": "gpu",
+        "rank": 8,
+        "is_pinned": False,
+        "is_private": False,
+        "gpu_bytes": 0,
+        "host_bytes": 1 << 20,
+        "disk_bytes": 0,
+        "num_running": 0,
+        "num_served": 5,
+        "num_failed": 0,
+        "last_used": 0.0,
+        "error": "",
+    }
+
+
+def test_the_list_can_be_of_one_state(service: Service) -> None:
+    assert ids(call(service, "GET", "?state=host")) == ["org/poet"]
+    assert ids(call(service, "GET", "?state=failed")) == []
+    response = call(service, "GET", "?state=asleep")
+    assert response.status_code == 422 and "loading" in response.json()["error"]
+
+
+@pytest.mark.parametrize("path", ["/org/poet", "/org%2Fpoet"])
+def test_one_adapter_is_found_by_its_id(service: Service, path: str) -> None:
+    assert ids(call(service, "GET", path)) == ["org/poet"]
+
+
+@pytest.mark.parametrize(
+    ("method", "path"), [("GET", "/nobody"), ("DELETE", "/nobody"), ("POST", "/nobody/pin"), ("POST", "/nobody/reload")]
+)
+def test_an_adapter_nobody_knows_is_not_found(service: Service, backend: ScriptedBackend, method: str, path: str) -> None:
+    response = call(service, method, path)
+    assert (response.status_code, response.json()["error_type"]) == (404, "not_found")
+    assert "nobody" in response.json()["error"] and not backend.changes
+
+
+# --- changes
+
+
+def test_load_answers_when_the_adapter_is_in_host_memory_of_every_replica(service: Service, backend: ScriptedBackend) -> None:
+    backend.statuses["one"].append(status_of("s3://bucket/x", "gpu"))
+    states = ["loading", "loading", "known", "host", "host"]
+    backend.loads = {"s3://bucket/x": [status_of("s3://bucket/x", state) for state in states]}
+    body = {"adapter_id": "s3://bucket/x", "source": "s3", "revision": "v1", "pin": True, "api_token": "secret"}
+    response = call(service, "POST", "", json=body)
+    assert ids(response) == ["s3://bucket/x"] and "secret" not in response.text
+    assert backend.loads == {"s3://bucket/x": []}, "it looked until all had it"
+    (record,) = records(backend)
+    assert (record.ref.source, record.ref.revision, record.ref.api_token, record.is_pinned) == ("s3", "v1", "secret", True)
+
+
+def test_a_load_that_fails_says_why_and_leaves_no_record(service: Service, backend: ScriptedBackend) -> None:
+    backend.loads = {"bad": [status_of("bad", "loading"), status_of("bad", "failed", error="no adapter_config.json")]}
+    response = call(service, "POST", "", json={"adapter_id": "bad"})
+    assert (response.status_code, response.json()["error"]) == (424, "adapter 'bad': no adapter_config.json")
+    assert records(backend) == []
+
+
+def test_a_reload_that_fails_keeps_the_record_that_was_there(service: Service, backend: ScriptedBackend) -> None:
+    backend.loads = {"pirate": [status_of("pirate", "host")] * 2}
+    call(service, "POST", "", json={"adapter_id": "pirate", "pin": True})
+    (before,) = records(backend)
+    backend.loads = {"pirate": [status_of("pirate"), status_of("pirate", "gpu", error="adapter 'pirate' is torn")]}
+    assert call(service, "POST", "/pirate/reload").json()["error"] == "adapter 'pirate' is torn"
+    (after,) = records(backend)
+    assert (after.ref, after.generation, after.is_pinned) == (before.ref, before.generation, True)
+
+
+@pytest.mark.parametrize(
+    ("body", "says"),
+    [
+        ({}, "adapter_id"),
+        ({"adapter_id": ""}, "adapter_id"),
+        ({"adapter_id": "x", "source": "ftp"}, "source: 'ftp' is not supported, only local, hub"),
+        ({"adapter_id": "x", "pinned": True}, "pinned: unknown field"),
+        ({"adapter_id": "x", "pin": "yes"}, "pin"),
+    ],
+)
+def test_a_wrong_body_is_refused_by_field(service: Service, backend: ScriptedBackend, body: dict[str, Any], says: str) -> None:
+    response = call(service, "POST", "", json=body)
+    assert response.status_code == 422 and says in response.json()["error"] and not backend.changes
+
+
+@pytest.mark.parametrize("action", ["pin", "unpin", "reload"])
+def test_an_action_takes_the_source_the_adapter_came_from(service: Service, backend: ScriptedBackend, action: str) -> None:
+    old = status_of("org/poet", "unloading", version="0", source="hub", revision="before")
+    backend.statuses = {"replica": [old, status_of("org/poet", "gpu", source="hub", revision="main")]}
+    assert ids(call(service, "POST", f"/org/poet/{action}")) == ["org/poet", "org/poet"]
+    (change,) = backend.changes
+    assert (change.action, change.ref.adapter_id, change.ref.source, change.ref.revision) == (action, "org/poet", "hub", "main")
+
+
+def test_unload_answers_with_what_is_left(service: Service, backend: ScriptedBackend) -> None:
+    backend.statuses = {"replica": [status_of("org/poet"), status_of("pirate")]}
+    assert ids(call(service, "DELETE", "/org/poet")) == []
+    assert [record.is_loaded for record in records(backend)] == [False]
+    assert ids(call(service, "GET", "")) == ["pirate"]
+
+
+def test_a_handle_takes_the_same_body_and_raises_the_same_errors(service: Service, backend: ScriptedBackend) -> None:
+    async def scenario() -> None:
+        api = AdapterAdmin(service)
+        backend.statuses = {"replica": [status_of("pirate")]}
+        assert await api.load({"adapter_id": "pirate"}) == await api.get("pirate") == await api.listing("host")
+        with pytest.raises(InvalidRequest, match="adapter_id"):
+            await api.load({})
+
+    run(scenario())

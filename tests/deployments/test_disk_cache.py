@@ -1,0 +1,158 @@
+import os
+import threading
+from pathlib import Path
+
+import pytest
+
+from loray.deployments.adapter_files import content_hash
+from loray.deployments.disk_cache import DiskCache, DiskFull, Entry, is_whole
+from tests.deployments.peft_folder import save_folder
+
+KEY = "hub-a-0123"
+
+
+def folder_bytes(tmp_path: Path) -> int:
+    """Of one adapter as `keep` makes it."""
+    save_folder(tmp_path / "measured", rank=4)
+    return sum(file.stat().st_size for file in (tmp_path / "measured").iterdir())
+
+
+def keep(cache: DiskCache, key: str, num_bytes: int, seed: int = 0, last_used: float | None = None) -> Path:
+    with cache.only_one(key), cache.staging(key, num_bytes) as staged:
+        save_folder(staged, rank=4, seed=seed)
+        path = cache.publish(key, staged, Entry(name=key, version=content_hash(staged), stamp="s", is_private=False))
+    if last_used is not None:
+        os.utime(path, (last_used, last_used))
+    return path
+
+
+def test_what_was_published_is_found_by_another_cache_on_the_same_folder(tmp_path: Path) -> None:
+    path = keep(DiskCache(tmp_path / "cache", 1 << 20, lambda path: False), KEY, folder_bytes(tmp_path))
+    again = DiskCache(tmp_path / "cache", 1 << 20, lambda path: False)
+    entry = again.entry(KEY)
+    assert entry is not None and again.path(KEY, entry.version) == path and is_whole(path, entry.version)
+    assert again.num_bytes(KEY) == folder_bytes(tmp_path)
+    assert [entry.name for entry in again.entries()] == [KEY]
+
+
+def test_the_least_recently_used_is_evicted_first_and_what_is_in_use_never(tmp_path: Path) -> None:
+    size = folder_bytes(tmp_path)
+    in_use: set[str] = set()
+    cache = DiskCache(tmp_path / "cache", 3 * size, in_use.__contains__)
+    paths = [keep(cache, f"hub-{i}", size, seed=i, last_used=1000.0 + i) for i in range(3)]
+    in_use.add(str(paths[0]))
+    cache.touch(paths[1])
+    keep(cache, "hub-3", size, seed=3)
+    assert [path.exists() for path in paths] == [True, True, False]
+    assert cache.entry("hub-2") is None and cache.entry("hub-1") is not None
+
+
+def test_when_all_is_in_use_nothing_is_evicted_and_the_newcomer_is_refused(tmp_path: Path) -> None:
+    size = folder_bytes(tmp_path)
+    cache = DiskCache(tmp_path / "cache", 2 * size, lambda path: True)
+    paths = [keep(cache, f"hub-{i}", size, seed=i) for i in range(2)]
+    with pytest.raises(DiskFull, match=str(size)):
+        keep(cache, "hub-2", size)
+    assert all(path.exists() for path in paths)
+
+
+def test_what_can_never_fit_evicts_nothing(tmp_path: Path) -> None:
+    size = folder_bytes(tmp_path)
+    cache = DiskCache(tmp_path / "cache", 2 * size, lambda path: False)
+    path = keep(cache, KEY, size)
+    with pytest.raises(DiskFull):
+        keep(cache, "hub-large", 3 * size)
+    assert path.exists()
+
+
+def test_downloads_under_way_count(tmp_path: Path) -> None:
+    cache = DiskCache(tmp_path / "cache", 100, lambda path: False)
+    with cache.only_one("hub-a"), cache.staging("hub-a", 60):
+        with pytest.raises(DiskFull), cache.only_one("hub-b"), cache.staging("hub-b", 60):
+            pass
+        with cache.only_one("hub-c"), cache.staging("hub-c", 40):
+            pass
+
+
+def test_what_a_dead_process_left_half_done_does_not_count(tmp_path: Path) -> None:
+    left = tmp_path / "cache" / "partial" / "hub-dead.90"
+    left.mkdir(parents=True)
+    cache = DiskCache(tmp_path / "cache", 100, lambda path: False)
+    with cache.only_one("hub-a"), cache.staging("hub-a", 60):
+        assert not left.exists()
+
+
+def test_what_another_process_is_downloading_is_left_alone(tmp_path: Path) -> None:
+    one, other = (DiskCache(tmp_path / "cache", 100, lambda path: False) for _ in range(2))
+    with one.only_one("hub-a"), one.staging("hub-a", 40) as busy, other.only_one("hub-b"), other.staging("hub-b", 40):
+        assert busy.is_dir()
+
+
+def test_a_failed_download_leaves_nothing(tmp_path: Path) -> None:
+    cache = DiskCache(tmp_path / "cache", 1000, lambda path: False)
+    with pytest.raises(RuntimeError), cache.only_one(KEY), cache.staging(KEY, 100) as staged:
+        (staged / "adapter_config.json").write_text("half")
+        raise RuntimeError
+    assert cache.entry(KEY) is None and cache.num_bytes(KEY) == 0 and not list((tmp_path / "cache" / "partial").iterdir())
+
+
+def test_new_content_is_another_folder_and_the_old_one_stays_for_who_uses_it(tmp_path: Path) -> None:
+    size = folder_bytes(tmp_path)
+    cache = DiskCache(tmp_path / "cache", 10 * size, lambda path: False)
+    old, new = keep(cache, KEY, size, seed=0), keep(cache, KEY, size, seed=1)
+    assert old != new and old.is_dir() and new.is_dir()
+    entry = cache.entry(KEY)
+    assert entry is not None and entry.version == new.name
+
+
+def test_equal_content_leaves_the_files_that_are_there(tmp_path: Path) -> None:
+    size = folder_bytes(tmp_path)
+    cache = DiskCache(tmp_path / "cache", 10 * size, lambda path: False)
+    before = (keep(cache, KEY, size) / "adapter_model.safetensors").stat().st_ino
+    assert (keep(cache, KEY, size) / "adapter_model.safetensors").stat().st_ino == before
+
+
+def test_equal_content_mends_a_broken_folder(tmp_path: Path) -> None:
+    size = folder_bytes(tmp_path)
+    cache = DiskCache(tmp_path / "cache", 10 * size, lambda path: False)
+    path = keep(cache, KEY, size)
+    (path / "adapter_model.safetensors").write_bytes(b"broken")
+    assert not is_whole(path, path.name)
+    assert is_whole(keep(cache, KEY, size), path.name)
+
+
+def test_removing_frees_all_versions_but_those_in_use(tmp_path: Path) -> None:
+    size = folder_bytes(tmp_path)
+    in_use: set[str] = set()
+    cache = DiskCache(tmp_path / "cache", 10 * size, in_use.__contains__)
+    old, new = keep(cache, KEY, size, seed=0), keep(cache, KEY, size, seed=1)
+    in_use.add(str(new))
+    cache.remove(KEY)
+    assert cache.entry(KEY) is None and new.is_dir() and not old.exists()
+    in_use.clear()
+    cache.remove(KEY)
+    assert cache.num_bytes(KEY) == 0 and not new.parent.exists()
+
+
+def test_an_unreadable_entry_is_none(tmp_path: Path) -> None:
+    cache = DiskCache(tmp_path / "cache", 1 << 20, lambda path: False)
+    keep(cache, KEY, folder_bytes(tmp_path))
+    (tmp_path / "cache" / KEY / "entry.json").write_text("{")
+    assert cache.entry(KEY) is None and cache.entries() == []
+
+
+def test_only_one_holds_a_key_and_others_are_free(tmp_path: Path) -> None:
+    caches = [DiskCache(tmp_path / "cache", 100, lambda path: False) for _ in range(2)]
+    entered = threading.Event()
+
+    def enter() -> None:
+        with caches[1].only_one(KEY):
+            entered.set()
+
+    thread = threading.Thread(target=enter)
+    with caches[0].only_one(KEY):
+        thread.start()
+        with caches[1].only_one("hub-other"):
+            assert not entered.wait(0.2)  # it must not come while the key is held
+    thread.join()
+    assert entered.is_set()

@@ -1,0 +1,194 @@
+import gc
+import weakref
+from itertools import islice
+
+from loray.cluster.channel import Address
+from loray.deployments.adapters import Adapter
+from loray.deployments.fair_queue import FairQueue
+from loray.deployments.request import GenerationRequest
+from loray.deployments.sequence import Sequence
+from loray.models.step import Sampling
+
+NOBODY = Address("", b"")
+
+
+class Queue(FairQueue):
+    """With sequences that are told apart by name, and adapters that are in the pool unless said otherwise."""
+
+    def __init__(self, **weights: float) -> None:
+        super().__init__(weights)
+        self.adapters: dict[str, Adapter] = {}
+        self.num_arrived = 0
+
+    def adapter(self, version: str, page_ids: list[int] | None = None, is_ready: bool = True) -> Adapter:
+        """`a.2` is another version of `a`."""
+        page_ids = [0] if page_ids is None else page_ids
+        made = Adapter(version.split(".")[0], version, version, 1, page_ids=page_ids, is_ready=is_ready)
+        return self.adapters.setdefault(version, made)
+
+    def arrive(self, name: str, version: str = "") -> Sequence:
+        request = GenerationRequest(request_id=name, prompt_ids=[1], max_new_tokens=1, sampling=Sampling())
+        sequence = Sequence(request, self.adapter(version) if version else None, NOBODY, self.num_arrived)
+        self.num_arrived += 1
+        self.add(sequence)
+        return sequence
+
+    def start(self, sequence: Sequence, num_tokens: int = 0) -> Sequence:
+        self.take(sequence)
+        sequence.slot = 0
+        self.charge(sequence, num_tokens)
+        return sequence
+
+    def names(self) -> list[str]:
+        return [sequence.request.request_id for sequence in self]
+
+
+def test_the_adapter_served_least_goes_first_and_the_base_model_is_one_of_them() -> None:
+    queue = Queue()
+    first = [queue.arrive("b0", "b"), queue.arrive("a0", "a"), queue.arrive("base0")]
+    for sequence, num_tokens in zip(first, (30, 20, 10), strict=True):
+        queue.start(sequence, num_tokens)
+    for name, version in (("b1", "b"), ("a1", "a"), ("base1", "")):
+        queue.arrive(name, version)
+    assert queue.names() == ["base1", "a1", "b1"]
+
+
+def test_of_one_adapter_the_oldest_goes_first_and_one_that_ran_already_before_it() -> None:
+    queue = Queue()
+    first = queue.start(queue.arrive("first", "a"))
+    queue.arrive("second", "a")
+    assert queue.names() == ["second"]
+    queue.put_back(first)
+    first.slot = None
+    assert queue.names() == ["first"] and len(queue) == 2
+
+
+def test_whoever_takes_one_is_shown_the_next_in_the_order_of_what_was_charged_meanwhile() -> None:
+    queue = Queue()
+    for i in range(3):
+        queue.arrive(f"a{i}", "a")
+        queue.arrive(f"b{i}", "b")
+    order = []
+    for sequence in queue:
+        order.append(sequence.request.request_id)
+        queue.start(sequence, 10 if sequence.adapter is queue.adapters["a"] else 4)
+    assert order == ["a0", "b0", "b1", "b2", "a1", "a2"]
+    assert len(queue) == 0 and queue.names() == []
+
+
+def test_an_iteration_that_is_broken_off_loses_nobody() -> None:
+    queue = Queue()
+    for name in ("a", "b", "c"):
+        queue.arrive(name, name)
+    for count in (1, 2, 3, 0, 3):
+        assert [sequence.request.request_id for sequence in islice(queue, count)] == ["a", "b", "c"][:count]
+    assert queue.names() == ["a", "b", "c"]
+
+
+def test_a_weight_divides_what_is_charged() -> None:
+    queue = Queue(a=4.0)
+    for sequence in [queue.arrive("b", "b"), queue.arrive("a", "a")]:
+        queue.start(sequence, 8)
+    assert queue.served(queue.arrive("a1", "a")) == 2 and queue.served(queue.arrive("b1", "b")) == 8
+    assert queue.names() == ["a1", "b1"]
+
+
+def test_what_is_charged_can_be_taken_back() -> None:
+    queue = Queue()
+    a, b = queue.arrive("a", "a"), queue.arrive("b", "b")
+    for sequence in (a, b):
+        queue.start(sequence, 5)
+    queue.arrive("b1", "b")
+    queue.arrive("a1", "a")
+    queue.charge(a, 10)
+    assert queue.names() == ["b1", "a1"]
+    queue.charge(a, -12)
+    assert queue.served(a) == 3 and queue.served(b) == 5 and queue.names() == ["a1", "b1"]
+
+
+def test_an_adapter_that_comes_back_starts_with_the_least_served_that_runs() -> None:
+    queue = Queue()
+    gone = queue.start(queue.arrive("gone", "a"), 1)
+    for name, num_tokens in (("b", 100), ("c", 70)):
+        queue.start(queue.arrive(name, name), num_tokens)
+    queue.forget(gone)
+    assert queue.served(queue.arrive("back", "a")) == 71, "b and c began with the 1 of a"
+
+
+def test_one_that_waits_for_its_adapter_to_load_is_not_shown_and_then_has_no_credit() -> None:
+    queue = Queue()
+    slow = queue.adapter("slow", page_ids=[], is_ready=False)
+    queue.arrive("slow", "slow")
+    busy = queue.start(queue.arrive("busy", "b"), 100)
+    assert queue.names() == [] and queue.next_adapters(4) == [slow]
+    slow.is_ready = True
+    queue.wake_loaded()
+    assert queue.names() == ["slow"] and queue.served(busy) == 100
+    assert queue.served(next(iter(queue))) == 100
+
+
+def test_a_version_that_is_not_ready_holds_up_no_other_version() -> None:
+    queue = Queue()
+    queue.adapter("a.2", page_ids=[], is_ready=False)
+    queue.arrive("new", "a.2")
+    queue.arrive("old", "a.1")
+    assert queue.names() == ["old"] and queue.num_waiting_of("a") == 2
+
+
+def test_those_outside_the_pool_can_be_skipped_until_the_next_iteration() -> None:
+    queue = Queue()
+    for name in ("x", "y"):
+        queue.adapter(name, page_ids=[])
+    for name in ("x", "y", "inside"):
+        queue.arrive(name, name)
+    queue.arrive("base")
+    shown = []
+    for sequence in queue:
+        shown.append(sequence.request.request_id)
+        if shown == ["x"]:
+            queue.skip_outside()
+    assert shown == ["x", "inside", "base"]
+    assert queue.names() == ["x", "y", "inside", "base"]
+
+
+def test_adapters_that_enter_or_leave_the_pool_are_found_where_they_are() -> None:
+    queue = Queue()
+    a, b = queue.adapter("a", page_ids=[]), queue.adapter("b")
+    for name in ("a0", "a1", "b0"):
+        queue.arrive(name, name[0])
+    assert queue.next_adapters(4) == [a]
+    for sequence in queue:
+        a.page_ids, b.page_ids = [0], []
+        queue.start(sequence, 1)
+        break
+    assert queue.next_adapters(4) == [b] and queue.next_adapters(0) == []
+    for sequence in queue:
+        queue.skip_outside()
+        assert sequence.request.request_id in ("b0", "a1")
+    assert queue.names() == ["b0", "a1"]
+
+
+def test_waiting_sequences_are_counted_in_all_and_by_adapter() -> None:
+    queue = Queue()
+    a0, a1, base = queue.arrive("a0", "a"), queue.arrive("a1", "a.2"), queue.arrive("base")
+    assert (len(queue), queue.num_waiting_of("a"), queue.num_waiting_of(""), queue.num_waiting_of("other")) == (3, 2, 1, 0)
+    queue.start(a0)
+    queue.forget(base)
+    assert (len(queue), queue.num_waiting_of("a"), queue.num_waiting_of("")) == (1, 1, 0)
+    queue.forget(a1)
+    queue.forget(a0)
+    assert len(queue) == 0 and queue.num_waiting_of("a") == 0
+
+
+def test_adapters_without_requests_are_forgotten() -> None:
+    queue = Queue()
+    queue.start(queue.arrive("running", "r"))
+    queue.arrive("waiting", "r")
+    adapters: weakref.WeakSet[Adapter] = weakref.WeakSet()
+    for i in range(10_000):
+        sequence = queue.arrive(str(i), f"a{i}")
+        adapters.add(queue.adapters.pop(f"a{i}"))
+        queue.forget(sequence)
+    del sequence
+    gc.collect()
+    assert len(adapters) < 200 and queue.names() == ["waiting"]

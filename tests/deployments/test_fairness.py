@@ -1,0 +1,263 @@
+"""Adapters that compete for slots, tokens, blocks and pages. Time is counted in steps of the simulated rank."""
+
+import random
+from dataclasses import dataclass
+
+import pytest
+
+from loray.deployments.sequence import Sequence
+from tests.deployments.simulated_rank import greedy
+from tests.deployments.stepped_scheduler import Server
+
+NINE = [f"a{i}" for i in range(9)]
+FLOOD = "flood"
+MAX_FLOOD_WAITING = 256
+
+
+@dataclass
+class Shape:
+    """Sizes of a flood's requests, in tokens."""
+
+    num_prompt: int
+    num_output: int
+
+
+def new_prompt(rng: random.Random, length: int) -> list[int]:
+    return [rng.randint(0, 1_000_000) for _ in range(length)]
+
+
+def output_of(sequence: Sequence) -> list[int]:
+    return sequence.token_ids[sequence.num_prompt :]
+
+
+def keep_waiting(server: Server, rng: random.Random, adapter: str, count: int, shape: Shape) -> None:
+    """The adapter has this many waiting requests, whatever was admitted."""
+    while server.scheduler.num_waiting_of(adapter) < count:
+        server.add(new_prompt(rng, shape.num_prompt), shape.num_output, adapter)
+
+
+def p99_steps_to_first_token(flood: Shape | None, num_steps: int = 1500) -> int:
+    """Of nine adapters that send a request each in 50 steps; with a flood, a tenth sends a hundred times as many."""
+    rng, flood_rng = random.Random(0), random.Random(1)
+    server = Server(num_blocks=160, num_pages=10, max_batch_tokens=48, max_running=16)
+    waiting: dict[Sequence, int] = {}
+    delays: list[int] = []
+    for step in range(num_steps):
+        for adapter in NINE:
+            if rng.random() < 1 / 50:
+                waiting[server.add(new_prompt(rng, rng.randint(4, 24)), rng.randint(4, 16), adapter)] = step
+        if flood and server.scheduler.num_waiting_of(FLOOD) < MAX_FLOOD_WAITING:
+            for _ in range(2):
+                server.add(new_prompt(flood_rng, flood.num_prompt), flood.num_output, FLOOD)
+        server.turn()
+        for sequence in [sequence for sequence in waiting if sequence.num_output]:
+            delays.append(step - waiting.pop(sequence) + 1)
+    assert len(delays) > 200
+    return sorted(delays)[int(len(delays) * 0.99)]
+
+
+@pytest.mark.parametrize(
+    "flood",
+    [Shape(8, 200), Shape(200, 4), Shape(60, 60), Shape(4, 4)],
+    ids=["that holds the slots", "of long prompts", "that holds the blocks", "of small requests"],
+)
+def test_a_flood_by_one_adapter_at_most_doubles_the_others_time_to_the_first_token(flood: Shape) -> None:
+    assert p99_steps_to_first_token(flood) <= 2 * p99_steps_to_first_token(None)
+
+
+def test_equal_demand_is_served_equally_whatever_its_shape() -> None:
+    shapes = {"a": Shape(40, 4), "b": Shape(4, 40), "c": Shape(20, 20), "": Shape(10, 10)}
+    server, rng = Server(num_blocks=400, max_batch_tokens=48, max_running=16), random.Random(0)
+    for step in range(1200):
+        for adapter, shape in shapes.items():
+            keep_waiting(server, rng, adapter, 4, shape)
+        server.turn()
+        if step >= 400:
+            served = [server.served[adapter] for adapter in shapes]
+            assert max(served) < 1.05 * min(served), f"after {step} steps: {server.served}"
+
+
+def test_equal_demand_is_served_equally_while_blocks_are_short() -> None:
+    server, rng = Server(num_blocks=60, max_batch_tokens=48, max_running=16), random.Random(0)
+    for _ in range(1500):
+        for adapter in "abcd":
+            keep_waiting(server, rng, adapter, 4, Shape(rng.randint(4, 20), rng.randint(10, 30)))
+        server.turn()
+    served = [server.served[adapter] for adapter in "abcd"]
+    assert server.scheduler.num_preemptions > 0
+    assert max(served) < 1.05 * min(served), server.served
+
+
+def test_an_adapter_of_twice_the_weight_is_served_twice_as_much() -> None:
+    server, rng = Server(num_blocks=400, max_batch_tokens=32, weights={"a": 2.0, "": 0.5}), random.Random(0)
+    for _ in range(1000):
+        for adapter in ("a", "b", ""):
+            keep_waiting(server, rng, adapter, 4, Shape(12, 12))
+        server.turn()
+    assert server.served["a"] == pytest.approx(2 * server.served["b"], rel=0.05)
+    assert server.served["b"] == pytest.approx(2 * server.served[""], rel=0.05)
+
+
+def test_idle_time_earns_no_credit() -> None:
+    server, rng = Server(num_blocks=400, max_batch_tokens=32), random.Random(0)
+    for _ in range(500):
+        keep_waiting(server, rng, "busy", 4, Shape(12, 12))
+        server.turn()
+    before = server.served["busy"]
+    for _ in range(500):
+        keep_waiting(server, rng, "busy", 4, Shape(12, 12))
+        keep_waiting(server, rng, "back", 4, Shape(12, 12))
+        server.turn()
+    assert server.served["busy"] - before == pytest.approx(server.served["back"], rel=0.05)
+
+
+def test_time_spent_loading_earns_no_credit_and_holds_up_nobody() -> None:
+    server, rng = Server(num_blocks=400, max_batch_tokens=32), random.Random(0)
+    slow = server.add([1] * 12, 12, "slow")
+    assert slow.adapter
+    slow.adapter.is_ready = False
+    for _ in range(500):
+        keep_waiting(server, rng, "busy", 4, Shape(12, 12))
+        server.turn()
+    before = server.served["busy"]
+    assert before > 5000 and slow.slot is None
+    slow.adapter.is_ready = True
+    for _ in range(500):
+        keep_waiting(server, rng, "busy", 4, Shape(12, 12))
+        keep_waiting(server, rng, "slow", 4, Shape(12, 12))
+        server.turn()
+    assert server.served["busy"] - before == pytest.approx(server.served["slow"], rel=0.05)
+
+
+def test_an_adapter_of_many_pages_gets_its_turn_among_a_stream_of_small_ones() -> None:
+    server, rng = Server(num_blocks=400, num_pages=4, max_batch_tokens=32), random.Random(0)
+    big = None
+    for step in range(400):
+        for adapter in ("a", "b", "c", "d", f"new{step // 10}"):
+            keep_waiting(server, rng, adapter, 2, Shape(6, 10))
+        if step == 50:
+            big = server.add([1, 2, 3], 5, "big", num_pages=4)
+        server.turn()
+    assert big and big.token_ids[3:] == greedy("big", [1, 2, 3], 5)
+
+
+def test_adapters_that_do_not_fit_together_take_turns_under_endless_demand() -> None:
+    server, rng = Server(num_blocks=400, num_pages=2, max_batch_tokens=32), random.Random(0)
+    names = ["a", "b", "c", "d", "e"]
+    for _ in range(3000):
+        for adapter in names:
+            keep_waiting(server, rng, adapter, 2, Shape(6, 10))
+        server.turn()
+    served = [server.served[adapter] for adapter in names]
+    assert min(served) > 0.8 * max(served), server.served
+    num_loads = sum(len(step.loads) for step in server.rank.steps)
+    assert sum(served) > 2 * 32 * num_loads, "a turn is worth more than a step's tokens"
+
+
+def test_base_requests_are_not_held_up_by_an_adapter_that_waits_for_pages() -> None:
+    server, rng = Server(num_blocks=400, num_pages=2, max_batch_tokens=32), random.Random(0)
+    server.add([1], 300, "a", num_pages=2)
+    server.turn()
+    starved = server.add([1], 5, "b")
+    for _ in range(200):
+        keep_waiting(server, rng, "", 1, Shape(6, 10))
+        server.turn()
+    assert starved.slot is None and server.served[""] > 1500
+
+
+def test_places_are_taken_over_rarely_enough_to_pay_for_it() -> None:
+    server, rng = Server(num_blocks=400, max_batch_tokens=48, max_running=16, has_cache=False), random.Random(0)
+    for _ in range(1000):
+        for adapter in ("a", "b", "c"):
+            keep_waiting(server, rng, adapter, 4, Shape(rng.randint(4, 20), rng.randint(4, 60)))
+        server.turn()
+    assert server.scheduler.num_preemptions < server.arrivals / 20
+
+
+def test_a_pinned_adapter_does_not_leave_the_pool() -> None:
+    server, rng = Server(num_blocks=400, num_pages=2, max_batch_tokens=32), random.Random(0)
+    pinned = server.add([1], 2, "pinned")
+    assert pinned.adapter
+    server.scheduler.adapters.pin(pinned.adapter)
+    for _ in range(300):
+        for adapter in ("pinned", "a", "b"):
+            keep_waiting(server, rng, adapter, 2, Shape(6, 10))
+        server.turn()
+    loads = [load.path for step in server.rank.steps for load in step.loads]
+    assert loads.count("pinned") == 1 and loads.count("a") > 1 and loads.count("b") > 1
+
+
+def test_a_step_in_which_an_adapter_gives_way_may_admit_one_of_another() -> None:
+    server = Server(num_blocks=5)
+    server.add([1] * 4, 16, adapter="a")
+    young = server.add([2] * 8, 12, adapter="a")
+    for _ in range(5):
+        assert server.plan()
+    late = server.add([3], 2, adapter="b")
+    server.plan()
+    assert young.slot is None and late.slot is not None
+    server.run()
+    assert output_of(young) == greedy("a", [2] * 8, 12) and output_of(late) == greedy("b", [3], 2)
+
+
+def test_prompts_in_progress_and_waiting_ones_share_the_budget_by_what_their_adapters_were_served() -> None:
+    server = Server(max_batch_tokens=8)
+    long = server.add(list(range(80)), 1, adapter="long")
+    server.turn()
+    short = server.add([1, 2, 3], 1, adapter="short")
+    for _ in range(3):
+        server.turn()
+    assert short.is_finished and not long.is_finished
+    server.run()
+    assert output_of(long) == greedy("long", list(range(80)), 1)
+
+
+def test_a_waiting_prompt_leaves_the_blocks_that_a_prompt_in_progress_still_needs() -> None:
+    server = Server(num_blocks=12, max_batch_tokens=8)
+    server.add([1] * 40, 1, adapter="a")
+    server.turn()
+    server.add([2] * 16, 1, adapter="b")
+    server.run()
+    assert server.scheduler.num_preemptions == 0
+    server.assert_empty()
+
+
+def test_the_adapter_that_holds_most_blocks_gives_way_when_they_run_out() -> None:
+    server = Server(num_blocks=16)
+    server.add([0], 2, adapter="b")
+    flood = [server.add([i] * 8, 24, adapter="a") for i in range(1, 4)]
+    small = server.add([9] * 2, 12, adapter="b")
+    while not small.is_finished:
+        server.turn()
+        assert small.slot is not None or small.is_finished, "the youngest of all, but not of the adapter that holds most"
+    assert server.scheduler.num_preemptions > 0
+    server.run()
+    assert [output_of(sequence) for sequence in flood] == [greedy("a", [i] * 8, 24) for i in range(1, 4)]
+
+
+def test_only_computed_tokens_are_charged() -> None:
+    server = Server()
+    server.add([5] * 20, 1, "a")
+    server.run()
+    running = server.add([7], 30, "a")
+    server.plan()
+    before = server.scheduler.waiting.served(running)
+    server.add([5] * 20, 2, "a")
+    server.plan()
+    assert server.scheduler.num_cached_tokens == 16
+    assert server.scheduler.waiting.served(running) - before == 1 + 4, "one decode, and of the prompt what was not cached"
+
+
+def test_a_request_whose_adapter_is_not_ready_takes_no_slot_and_holds_up_nobody() -> None:
+    server = Server(max_running=1)
+    slow = server.add([1], 5, adapter="slow")
+    assert slow.adapter
+    slow.adapter.is_ready = False
+    other = server.add([2], 5, adapter="other")
+    while not other.is_finished:
+        assert server.turn()
+    assert slow.slot is None and server.scheduler.next_adapters(8) == [slow.adapter]
+    assert not server.turn(), "nothing can run"
+    slow.adapter.is_ready = True
+    server.run()
+    assert output_of(slow) == greedy("slow", [1], 5)

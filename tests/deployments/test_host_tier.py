@@ -1,0 +1,108 @@
+import pytest
+
+from loray.deployments.adapters import Adapter
+from loray.deployments.host_tier import HostTier
+from loray.models.step import HostCopy
+
+PAGE = 10
+
+
+def adapter(name: str, num_pages: int = 1, references: int = 0) -> Adapter:
+    return Adapter(name, name, name, num_pages, references=references)
+
+
+def names(copies: list[HostCopy]) -> list[str]:
+    return [copy.path for copy in copies]
+
+
+def hold(tier: HostTier, *adapters: Adapter) -> None:
+    for one in adapters:
+        tier.want(one)
+        tier.arrived(one.host_copy, one.num_pages * PAGE)
+    tier.take_orders()
+
+
+def test_a_wanted_adapter_is_prepared_once_and_ready_when_it_has_arrived() -> None:
+    tier, a = HostTier(30, PAGE), adapter("a", 2)
+    tier.want(a)
+    tier.want(a)
+    assert not a.is_ready and tier.is_loading(a) and tier.num_bytes == 20
+    prepares, drops = tier.take_orders()
+    assert names(prepares) == ["a"] and not drops
+    assert tier.arrived(a.host_copy, 15) is a
+    assert a.is_ready and tier.num_bytes == tier.bytes_of(a) == 15
+    tier.want(a)
+    assert tier.take_orders() == ([], [])
+
+
+def test_room_is_made_of_the_least_recently_wanted() -> None:
+    tier, a, b, c = HostTier(20, PAGE), adapter("a"), adapter("b"), adapter("c")
+    hold(tier, a, b)
+    tier.want(a)
+    tier.want(c)
+    prepares, drops = tier.take_orders()
+    assert (names(prepares), names(drops), tier.num_evictions) == (["c"], ["b"], 1)
+    assert a.is_ready and not b.is_ready and tier.num_bytes == 20
+
+
+@pytest.mark.parametrize("why", ["waited for", "pinned", "being read"])
+def test_what_is_needed_stays_and_the_new_one_waits_for_room(why: str) -> None:
+    tier, kept, new = HostTier(10, PAGE), adapter("kept"), adapter("new")
+    if why == "being read":
+        tier.want(kept)
+    else:
+        hold(tier, kept)
+    kept.references, kept.is_pinned = int(why == "waited for"), why == "pinned"
+    tier.take_orders()
+    tier.want(new)
+    assert tier.take_orders() == ([], []) and not new.is_ready
+    if why == "being read":
+        tier.arrived(kept.host_copy, PAGE)
+    kept.references, kept.is_pinned = 0, False
+    tier.want(new)
+    assert [names(orders) for orders in tier.take_orders()] == [["new"], ["kept"]]
+
+
+def test_an_adapter_that_is_in_the_pool_may_leave_host_memory_though_it_is_used() -> None:
+    tier, used, new = HostTier(10, PAGE), adapter("used", references=1), adapter("new")
+    hold(tier, used)
+    used.page_ids = [3]
+    tier.want(new)
+    assert [names(orders) for orders in tier.take_orders()] == [["new"], ["used"]]
+    tier.want(used)
+    assert tier.take_orders() == ([], []), "it is in the pool: nothing is to be read"
+
+
+def test_one_that_is_dropped_and_wanted_again_is_read_after_it_was_dropped() -> None:
+    tier, a, b = HostTier(10, PAGE), adapter("a"), adapter("b")
+    hold(tier, a)
+    tier.drop(a)
+    tier.want(a)
+    assert [names(orders) for orders in tier.take_orders()] == [[], ["a"]]
+    assert [names(orders) for orders in tier.take_orders()] == [["a"], []]
+    tier.want(b)
+    assert tier.take_orders() == ([], [])
+
+
+def test_one_that_is_dropped_while_it_is_read_goes_when_it_has_arrived() -> None:
+    tier, a = HostTier(10, PAGE), adapter("a")
+    tier.want(a)
+    tier.take_orders()
+    tier.drop(a)
+    assert tier.take_orders() == ([], []) and tier.num_bytes == 10
+    tier.arrived(a.host_copy, 8)
+    assert names(tier.take_orders()[1]) == ["a"] and not a.is_ready and tier.num_bytes == tier.num_adapters == 0
+
+
+def test_a_failed_one_leaves_nothing_and_can_be_tried_again() -> None:
+    tier, a = HostTier(10, PAGE), adapter("a")
+    tier.want(a)
+    tier.take_orders()
+    assert tier.failed(a.host_copy) is a
+    assert names(tier.take_orders()[1]) == ["a"] and tier.num_bytes == 0
+    tier.want(a)
+    assert names(tier.take_orders()[0]) == ["a"]
+
+
+def test_what_could_never_be_held_is_known() -> None:
+    assert HostTier(30, PAGE).can_hold(adapter("a", 3)) and not HostTier(29, PAGE).can_hold(adapter("a", 3))

@@ -1,0 +1,113 @@
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from loray.deployments.adapter_sources import Place
+from loray.deployments.errors import AdapterFailed, AdapterNotFound
+from loray.deployments.hub_source import HubSource
+from tests.deployments.file_server import Handler, HubServer
+from tests.deployments.peft_folder import save_folder
+
+WEIGHTS = "adapter_model.safetensors"
+
+
+@pytest.fixture
+def hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[HubServer]:
+    save_folder(tmp_path / "hub" / "org" / "small", rank=4)
+    served = HubServer(tmp_path / "hub")
+    monkeypatch.setenv("HF_ENDPOINT", served.url)
+    yield served
+    served.close()
+
+
+def fetched(source: HubSource, place: Place, folder: Path, token: str = "") -> dict[str, bytes]:
+    folder.mkdir()
+    source.fetch(place, source.describe(place, token), token, folder)
+    return {file.name: file.read_bytes() for file in folder.iterdir() if file.is_file()}
+
+
+def test_only_the_adapters_own_files_are_fetched(tmp_path: Path, hub: HubServer) -> None:
+    (hub.root / "org" / "small" / "optimizer.pt").write_bytes(b"x" * 1000)
+    files = fetched(HubSource(), Place("hub", "org/small"), tmp_path / "out")
+    expected = {name: (hub.root / "org" / "small" / name).read_bytes() for name in ("adapter_config.json", WEIGHTS)}
+    assert files == expected
+    assert not any("optimizer" in path for _, path in hub.requests)
+
+
+def test_the_stamp_is_the_commit_and_a_commit_is_a_revision(tmp_path: Path, hub: HubServer) -> None:
+    offer = HubSource().describe(Place("hub", "org/small"), "")
+    assert offer.stamp == hub.commit("org/small") and not offer.is_private
+    assert fetched(HubSource(), Place("hub", "org/small", offer.stamp), tmp_path / "out")
+    with pytest.raises(AdapterNotFound, match="v9.*revision"):
+        HubSource().describe(Place("hub", "org/small", "v9"), "")
+
+
+def test_a_private_repository_is_private_and_unknown_to_others(tmp_path: Path, hub: HubServer) -> None:
+    hub.readers["org/small"] = {"hf_good"}
+    source, place = HubSource(), Place("hub", "org/small")
+    assert source.describe(place, "hf_good").is_private
+    assert fetched(source, place, tmp_path / "out", "hf_good")
+    assert source.may_read(place, "hf_good") and not source.may_read(place, "hf_bad") and not source.may_read(place, "")
+    messages = set()
+    for name, token in (("org/small", "hf_bad"), ("org/small", ""), ("org/gone", "hf_bad")):
+        with pytest.raises(AdapterNotFound) as raised:
+            source.describe(Place("hub", name), token)
+        messages.add(raised.value.message.replace(name, "NAME"))
+    assert len(messages) == 1 and "hf_" not in messages.pop()
+
+
+def test_a_gated_repository_is_private_and_unknown_to_those_without_access(hub: HubServer) -> None:
+    hub.readers["org/small"] = {"hf_good"}
+    hub.gated.add("org/small")
+    assert HubSource().describe(Place("hub", "org/small"), "hf_good").is_private
+    for token in ("hf_bad", ""):
+        with pytest.raises(AdapterNotFound, match="not on the hub"):
+            HubSource().describe(Place("hub", "org/small"), token)
+
+
+def test_a_public_repository_read_with_a_token_is_public(hub: HubServer) -> None:
+    assert not HubSource().describe(Place("hub", "org/small"), "hf_any").is_private
+
+
+def test_a_pickle_and_a_repository_without_an_adapter_are_refused(hub: HubServer) -> None:
+    (hub.root / "org" / "small" / WEIGHTS).rename(hub.root / "org" / "small" / "adapter_model.bin")
+    with pytest.raises(AdapterFailed, match=r"org/small.*pickle"):
+        HubSource().describe(Place("hub", "org/small"), "")
+    (hub.root / "org" / "small" / "adapter_config.json").unlink()
+    with pytest.raises(AdapterFailed, match=r"adapter_config.json is missing"):
+        HubSource().describe(Place("hub", "org/small"), "")
+
+
+def test_a_download_that_is_cut_short_goes_on(tmp_path: Path, hub: HubServer) -> None:
+    body = (hub.root / "org" / "small" / WEIGHTS).read_bytes()
+    cuts = [True]
+
+    def cut_once(handler: Handler) -> bool:
+        if handler.command != "GET" or not cuts:
+            return False
+        cuts.pop()
+        handler.cut_short(body)
+        return True
+
+    hub.rules[f"/org/small/resolve/{hub.commit('org/small')}/{WEIGHTS}"] = cut_once
+    assert fetched(HubSource(), Place("hub", "org/small"), tmp_path / "out")[WEIGHTS] == body
+    assert not cuts
+
+
+def test_a_hub_that_fails_or_is_away_is_an_error_that_does_not_quote_the_token(
+    tmp_path: Path, hub: HubServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(handler: Handler) -> bool:
+        handler.reply(503)
+        return True
+
+    hub.rules["/api/models/org/small?blobs=True"] = hub.rules["/api/models/org/small?blobs=true"] = fail
+    with pytest.raises(AdapterFailed, match="503") as raised:
+        HubSource().describe(Place("hub", "org/small"), "hf_secret")
+    assert "hf_secret" not in raised.value.message
+    dead = HubServer(tmp_path)
+    dead.close()
+    monkeypatch.setenv("HF_ENDPOINT", dead.url)
+    with pytest.raises(AdapterFailed, match="reached"):
+        HubSource().describe(Place("hub", "org/small"), "hf_secret")

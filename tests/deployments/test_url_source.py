@@ -1,0 +1,254 @@
+import threading
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import boto3
+import pytest
+from moto.server import ThreadedMotoServer
+
+from loray.deployments.adapter_sources import Place
+from loray.deployments.errors import AdapterFailed, AdapterNotFound
+from loray.deployments.url_source import UrlSource
+from tests.deployments.file_server import FileServer, Handler
+from tests.deployments.peft_folder import save_folder
+
+WEIGHTS = "adapter_model.safetensors"
+
+
+@pytest.fixture
+def server(tmp_path: Path) -> Iterator[FileServer]:
+    save_folder(tmp_path / "served" / "good" / "small", rank=4)
+    served = FileServer(tmp_path / "served")
+    yield served
+    served.close()
+
+
+@pytest.fixture(scope="module")
+def s3_url() -> Iterator[str]:
+    moto = ThreadedMotoServer(ip_address="127.0.0.1", port=0, verbose=False)
+    moto.start()
+    host, port = moto.get_host_and_port()
+    yield f"http://{host}:{port}"
+    moto.stop()
+
+
+@pytest.fixture
+def bucket(s3_url: str, monkeypatch: pytest.MonkeyPatch) -> str:
+    for name in ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY"):
+        monkeypatch.setenv(name, "test")
+    client = boto3.client("s3", endpoint_url=s3_url, region_name="us-east-1")
+    client.create_bucket(Bucket="bucket")
+    return "bucket"
+
+
+def upload(s3_url: str, folder: Path, prefix: str) -> None:
+    client = boto3.client("s3", endpoint_url=s3_url, region_name="us-east-1")
+    for file in folder.iterdir():
+        client.upload_file(str(file), "bucket", f"{prefix}/{file.name}")
+
+
+def at(url: str) -> Place:
+    return Place(url.partition(":")[0], url)
+
+
+def fetched(source: UrlSource, place: Place, folder: Path) -> dict[str, bytes]:
+    folder.mkdir()
+    source.fetch(place, source.describe(place, ""), "", folder)
+    return contents(folder)
+
+
+def contents(folder: Path) -> dict[str, bytes]:
+    return {file.name: file.read_bytes() for file in folder.iterdir()}
+
+
+def test_an_adapter_is_read_from_an_s3_server_with_an_endpoint_of_its_own(tmp_path: Path, s3_url: str, bucket: str) -> None:
+    save_folder(tmp_path / "small", rank=4)
+    upload(s3_url, tmp_path / "small", "adapters/small")
+    source = UrlSource(["s3://bucket/adapters"], {"s3": {"endpoint_url": s3_url}})
+    place = at("s3://bucket/adapters/small")
+    offer = source.describe(place, "")
+    assert offer.files == {file.name: file.stat().st_size for file in (tmp_path / "small").iterdir()} and not offer.is_private
+    assert fetched(source, place, tmp_path / "out") == contents(tmp_path / "small")
+    save_folder(tmp_path / "small", rank=4, seed=1)
+    upload(s3_url, tmp_path / "small", "adapters/small")
+    assert source.describe(place, "").stamp != offer.stamp
+
+
+def test_what_s3_does_not_have_is_not_found_and_a_pickle_is_refused(tmp_path: Path, s3_url: str, bucket: str) -> None:
+    source = UrlSource(["s3://bucket", "s3://absent"], {"s3": {"endpoint_url": s3_url}})
+    for url in ("s3://bucket/none", "s3://absent/none"):
+        with pytest.raises(AdapterNotFound, match="none"):
+            source.describe(at(url), "")
+    save_folder(tmp_path / "pickled", rank=4)
+    (tmp_path / "pickled" / WEIGHTS).rename(tmp_path / "pickled" / "adapter_model.bin")
+    upload(s3_url, tmp_path / "pickled", "pickled")
+    with pytest.raises(AdapterFailed, match=r"pickled.*pickle.*save_file"):
+        source.describe(at("s3://bucket/pickled"), "")
+
+
+def test_an_adapter_is_read_over_http_where_the_list_says_http(tmp_path: Path, server: FileServer) -> None:
+    source = UrlSource([f"{server.url}/good/"], {})
+    place = at(f"{server.url}/good/small")
+    assert fetched(source, place, tmp_path / "out") == contents(tmp_path / "served" / "good" / "small")
+
+
+@pytest.mark.parametrize(
+    "url", ["s3://bucket-2/a", "s3://bucket/adapters-2/a", "s3://bucket/a", "https://example.com.evil.org/a", "gs://bucket/adapters/a"]
+)
+def test_a_url_off_the_list_is_refused_unread(url: str) -> None:
+    source = UrlSource(["s3://bucket/adapters", "https://example.com"], {})
+    with pytest.raises(AdapterFailed, match="allowed_urls"):
+        source.describe(at(url), "")
+
+
+def test_with_no_list_no_url_is_read() -> None:
+    with pytest.raises(AdapterFailed, match="allowed_urls"):
+        UrlSource([], {}).describe(at("https://example.com/a"), "")
+
+
+@pytest.mark.parametrize("url", ["https://", "https://user@host/", "example.com"])
+def test_a_list_that_says_no_place_is_refused_at_start(url: str) -> None:
+    with pytest.raises(ValueError, match="allowed_urls"):
+        UrlSource([url], {})
+
+
+def test_a_redirect_is_followed_on_the_list_only(tmp_path: Path, server: FileServer) -> None:
+    secret = FileServer(tmp_path / "served")
+    try:
+        source = UrlSource([f"{server.url}/good"], {})
+        for name in ("adapter_config.json", WEIGHTS):
+            server.rules[f"/good/away/{name}"] = redirect(f"{secret.url}/good/small/{name}")
+            server.rules[f"/good/up/{name}"] = redirect(f"{server.url}/bad/../bad/{name}")
+            server.rules[f"/good/coded/{name}"] = redirect(f"{server.url}/good/%2e%2e/bad/{name}")
+            server.rules[f"/good/moved/{name}"] = redirect(f"/good/small/{name}")
+        for path in ("away", "up", "coded"):
+            with pytest.raises(AdapterFailed, match="does not list"):
+                source.describe(at(f"{server.url}/good/{path}"), "")
+        assert not secret.requests and not server.num_gets("/bad/adapter_config.json")
+        assert fetched(source, at(f"{server.url}/good/moved"), tmp_path / "out") == contents(tmp_path / "served" / "good" / "small")
+    finally:
+        secret.close()
+
+
+def redirect(target: str) -> Callable[[Handler], bool]:
+    def rule(handler: Handler) -> bool:
+        handler.reply(302, Location=target)
+        return True
+
+    return rule
+
+
+def test_a_download_that_is_cut_short_is_done_again(tmp_path: Path, server: FileServer) -> None:
+    body = (tmp_path / "served" / "good" / "small" / WEIGHTS).read_bytes()
+    cuts = [True]
+
+    def cut_once(handler: Handler) -> bool:
+        if handler.command != "GET" or not cuts:
+            return False
+        cuts.pop()
+        handler.cut_short(body)
+        return True
+
+    server.rules[f"/good/small/{WEIGHTS}"] = cut_once
+    assert fetched(UrlSource([server.url], {}), at(f"{server.url}/good/small"), tmp_path / "out")[WEIGHTS] == body
+    assert not cuts and server.num_gets(WEIGHTS) == 2
+
+
+def test_a_download_that_is_always_cut_short_fails(tmp_path: Path, server: FileServer) -> None:
+    body = (tmp_path / "served" / "good" / "small" / WEIGHTS).read_bytes()
+
+    def cut(handler: Handler) -> bool:
+        if handler.command == "GET":
+            handler.cut_short(body)
+        return handler.command == "GET"
+
+    server.rules[f"/good/small/{WEIGHTS}"] = cut
+    with pytest.raises(AdapterFailed, match="small"):
+        fetched(UrlSource([server.url], {}), at(f"{server.url}/good/small"), tmp_path / "out")
+
+
+def test_more_bytes_than_announced_are_not_read(tmp_path: Path, server: FileServer) -> None:
+    def grow(handler: Handler) -> bool:
+        if handler.command == "GET":
+            handler.reply(200, b"x" * 1_000_000)
+        return handler.command == "GET"
+
+    server.rules[f"/good/small/{WEIGHTS}"] = grow
+    with pytest.raises(AdapterFailed, match="more than"):
+        fetched(UrlSource([server.url], {}), at(f"{server.url}/good/small"), tmp_path / "out")
+    assert (tmp_path / "out" / WEIGHTS).exists() is False or (tmp_path / "out" / WEIGHTS).stat().st_size == 0
+
+
+def test_files_that_change_between_two_reads_are_not_mixed(tmp_path: Path, server: FileServer) -> None:
+    folder = tmp_path / "served" / "good" / "small"
+
+    def change(handler: Handler) -> bool:
+        if handler.command == "GET":
+            config = folder / "adapter_config.json"
+            config.write_text(config.read_text().replace('"lora_alpha": 4', '"lora_alpha": 8'))
+        return False
+
+    server.rules[f"/good/small/{WEIGHTS}"] = change
+    with pytest.raises(AdapterFailed, match="changed while"):
+        fetched(UrlSource([server.url], {}), at(f"{server.url}/good/small"), tmp_path / "out")
+
+
+@pytest.mark.parametrize("status", [401, 403, 500])
+def test_a_server_that_refuses_is_quoted_with_its_status(server: FileServer, status: int) -> None:
+    def refuse(handler: Handler) -> bool:
+        handler.reply(status)
+        return True
+
+    server.rules["/good/small/adapter_config.json"] = refuse
+    with pytest.raises(AdapterFailed, match=f"small.*{status}"):
+        UrlSource([server.url], {}).describe(at(f"{server.url}/good/small"), "")
+
+
+def test_a_missing_adapter_and_a_dead_server_are_told_apart(tmp_path: Path, server: FileServer) -> None:
+    with pytest.raises(AdapterNotFound, match="none"):
+        UrlSource([server.url], {}).describe(at(f"{server.url}/none"), "")
+    dead = FileServer(tmp_path)
+    dead.close()
+    with pytest.raises(AdapterFailed, match="can't be read"):
+        UrlSource([dead.url], {}).describe(at(f"{dead.url}/none"), "")
+
+
+def test_a_size_that_is_not_said_is_refused(server: FileServer) -> None:
+    def hide(handler: Handler) -> bool:
+        handler.send_response(200)
+        handler.send_header("Transfer-Encoding", "chunked")
+        handler.end_headers()
+        if handler.command == "GET":
+            handler.wfile.write(b"1\r\nx\r\n0\r\n\r\n")
+        return True
+
+    server.rules["/good/small/adapter_config.json"] = hide
+    with pytest.raises(AdapterFailed, match="how large"):
+        UrlSource([server.url], {}).describe(at(f"{server.url}/good/small"), "")
+
+
+def test_a_source_whose_library_is_not_installed_says_which_extra_brings_it() -> None:
+    with pytest.raises(AdapterFailed, match=r"loray\[gcs\]"):
+        UrlSource(["gs://bucket"], {}).describe(at("gs://bucket/a"), "")
+
+
+def test_a_slow_download_does_not_delay_another(tmp_path: Path, server: FileServer) -> None:
+    save_folder(tmp_path / "served" / "good" / "slow", rank=4)
+    source = UrlSource([server.url], {})
+    held, released = threading.Event(), threading.Event()
+
+    def hold(handler: Handler) -> bool:
+        if handler.command == "GET":
+            held.set()
+            released.wait(60)
+        return False
+
+    server.rules[f"/good/slow/{WEIGHTS}"] = hold
+    slow = threading.Thread(target=fetched, args=(source, at(f"{server.url}/good/slow"), tmp_path / "slow"))
+    slow.start()
+    assert held.wait(60)
+    fetched(source, at(f"{server.url}/good/small"), tmp_path / "out")
+    assert not (tmp_path / "slow" / WEIGHTS).exists() or (tmp_path / "slow" / WEIGHTS).stat().st_size == 0
+    released.set()
+    slow.join(60)
+    assert contents(tmp_path / "slow") == contents(tmp_path / "served" / "good" / "slow")

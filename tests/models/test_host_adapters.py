@@ -1,0 +1,152 @@
+"""Adapters prepared in host memory are served from there, whatever becomes of their files, and are gone once they are dropped."""
+
+import shutil
+import threading
+from pathlib import Path
+
+import pytest
+import torch
+
+from loray.models.adapter import AdapterError, signature
+from loray.models.adapter_tensors import MAX_ELEMENTS_AT_ONCE, Target, read_rank_adapter
+from loray.models.linear import Linear, row_linear
+from loray.models.parallel import Parallel
+from loray.models.shards import Shard
+from loray.models.step import AdapterLoad
+from tests.models.conductor import Conductor, prompt_of
+from tests.models.tiny_llama import save_adapter
+
+PROMPT = prompt_of(20)
+
+
+@pytest.fixture
+def folder(adapters: dict[int, Path], tmp_path: Path) -> Path:
+    return shutil.copytree(adapters[8], tmp_path / "mine")
+
+
+def loaded_bytes(conductor: Conductor, folder: Path, version: str) -> dict[int, str]:
+    return conductor.step(loads=[AdapterLoad(str(folder), [3], version)])[2]
+
+
+@pytest.mark.parametrize("settings", [{"r": 8}, {"r": 8, "use_dora": True}], ids=["LoRA", "DoRA"])
+def test_a_prepared_version_is_served_after_its_files_are_gone(base: Path, tmp_path: Path, settings: dict[str, int]) -> None:
+    folder = save_adapter(base, tmp_path / "mine", **settings)
+    version, conductor = signature(folder), Conductor(base)
+    conductor.load(folder, [3])
+    expected = conductor.generate(PROMPT, [3])
+    conductor.runner.host_adapters.prepare(str(folder), version)
+    shutil.rmtree(folder)
+    conductor = conductor_with(conductor, base)
+    assert loaded_bytes(conductor, folder, version) == {}
+    assert conductor.generate(PROMPT, [3]) == expected
+
+
+def conductor_with(former: Conductor, base: Path) -> Conductor:
+    """The same rank, whose page 3 has meanwhile been given to nobody."""
+    assert former.step(loads=[AdapterLoad(str(base), [3])])[2], "a model is no adapter"
+    return former
+
+
+def test_two_versions_of_one_folder_are_kept_apart(base: Path, adapters: dict[int, Path], folder: Path) -> None:
+    conductor, first = Conductor(base), signature(folder)
+    conductor.runner.host_adapters.prepare(str(folder), first)
+    shutil.copytree(adapters[4], folder, dirs_exist_ok=True)
+    second = signature(folder)
+    conductor.runner.host_adapters.prepare(str(folder), second)
+    outputs = []
+    for version, adapter in ((first, adapters[8]), (second, adapters[4])):
+        assert loaded_bytes(conductor, folder, version) == {}
+        outputs.append(conductor.generate(PROMPT, [3]))
+        conductor.load(adapter, [4])
+        assert outputs[-1] == conductor.generate(PROMPT, [4])
+    assert outputs[0] != outputs[1]
+
+
+def test_what_is_dropped_is_read_again_and_holds_no_bytes(base: Path, folder: Path) -> None:
+    conductor, version = Conductor(base), signature(folder)
+    host = conductor.runner.host_adapters
+    num_bytes = host.prepare(str(folder), version)
+    linears = 2 * 8 * ((4 * 48 + 2 * 75 + 48) + (48 + 16 + 16 + 48 + 75 + 75 + 48) - 75)  # layers, rank, inputs and outputs
+    assert num_bytes == host.num_bytes and num_bytes % 4 == 0 and linears > 0
+    host.drop(str(folder), version)
+    host.drop(str(folder), version)
+    assert host.num_bytes == 0
+    shutil.rmtree(folder)
+    assert "changed" in loaded_bytes(conductor, folder, version)[0]
+
+
+def test_its_bytes_are_those_of_its_matrices(base: Path, folder: Path) -> None:
+    from safetensors.torch import load_file
+
+    wanted = sum(tensor.nbytes for tensor in load_file(folder / "adapter_model.safetensors").values())
+    assert Conductor(base).runner.host_adapters.prepare(str(folder), "") == wanted
+
+
+def test_preparing_twice_keeps_one_and_does_not_read_again(base: Path, folder: Path) -> None:
+    host = Conductor(base).runner.host_adapters
+    version = signature(folder)
+    num_bytes = host.prepare(str(folder), version)
+    shutil.rmtree(folder)
+    assert host.prepare(str(folder), version) == num_bytes == host.num_bytes
+
+
+def test_threads_that_prepare_at_once_keep_one(base: Path, folder: Path) -> None:
+    host, version, start = Conductor(base).runner.host_adapters, signature(folder), threading.Barrier(4)
+    sizes = []
+
+    def prepare() -> None:
+        start.wait()
+        sizes.append(host.prepare(str(folder), version))
+
+    threads = [threading.Thread(target=prepare) for _ in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert sizes == [host.num_bytes] * 4
+
+
+def test_what_cannot_be_read_is_refused_and_not_kept(base: Path, folder: Path) -> None:
+    host, version = Conductor(base).runner.host_adapters, signature(folder)
+    (folder / "adapter_config.json").write_text("{}")
+    with pytest.raises(AdapterError, match="changed after they were checked"):
+        host.prepare(str(folder), version)
+    with pytest.raises(AdapterError, match="'mine'"):
+        host.prepare(str(folder), signature(folder))
+    assert host.num_bytes == 0
+
+
+def test_a_load_of_what_was_not_prepared_keeps_nothing(base: Path, folder: Path) -> None:
+    conductor = Conductor(base)
+    assert loaded_bytes(conductor, folder, signature(folder)) == {}
+    assert conductor.runner.host_adapters.num_bytes == 0
+
+
+def test_a_page_forgets_the_gains_and_tokens_of_its_former_adapter(base: Path, adapters: dict[int, Path], tmp_path: Path) -> None:
+    conductor = Conductor(base)
+    special = save_adapter(base, tmp_path / "special", r=12, use_dora=True, trainable_token_indices=list(range(101)))
+    conductor.load(adapters[8], [4])
+    expected = conductor.generate(PROMPT, [4])
+    for page in (5, 4):  # its first page, and its second
+        conductor.load(special, [4, 5])
+        assert conductor.generate(PROMPT, [4, 5]) != expected and len(conductor.runner._lora.specials) == 1
+        conductor.load(adapters[8], [page])
+        assert conductor.generate(PROMPT, [page]) == expected and not conductor.runner._lora.specials
+
+
+def test_matrices_larger_than_one_step_are_read_whole(tmp_path: Path) -> None:
+    """Read in pieces, of which each is too small for torch to share it out among threads."""
+    import json
+
+    from safetensors.torch import save_file
+
+    inputs, outputs, rank = 1500, 900, 50
+    a, b = torch.randn(rank, inputs), torch.randn(outputs, rank)
+    assert min(a.numel(), b.numel()) > MAX_ELEMENTS_AT_ONCE
+    save_file({"x.lin.lora_A.weight": a, "x.lin.lora_B.weight": b}, tmp_path / "adapter_model.safetensors")
+    config = {"peft_type": "LORA", "r": rank, "lora_alpha": 25, "target_modules": ["lin"]}
+    (tmp_path / "adapter_config.json").write_text(json.dumps(config))
+    linear: Linear = row_linear("lin", (inputs, Shard(100, 1300)), outputs, False, Parallel())
+    adapter = read_rank_adapter(tmp_path, {"x.lin": Target(linear, 0, linear.projections[0])}, is_pinned=False)
+    found = adapter.matrices(torch.device("cpu"))
+    assert found["x.lin", "a"].equal(a[:, 100:1400]) and found["x.lin", "b"].equal(b.T * 0.5)
