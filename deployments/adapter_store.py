@@ -22,7 +22,7 @@ from loray.deployments.adapters import Adapter
 from loray.deployments.config import AdapterArgs
 from loray.deployments.disk_cache import DiskCache, DiskFull, Entry, is_whole
 from loray.deployments.download_log import logged
-from loray.deployments.errors import AdapterFailed, LorayError
+from loray.deployments.errors import AdapterFailed, InvalidRequest, LorayError
 from loray.deployments.expiring import Expiring
 from loray.deployments.hub_source import HubSource, not_found
 from loray.deployments.keyed_lock import KeyedLock
@@ -99,7 +99,7 @@ class AdapterStore:
 
     def forget(self, ref: AdapterRef) -> None:
         """The next find asks the source. Folders need no such thing: they are always read as they are."""
-        key = place_of(ref, self._default_source).key
+        key = self._key(ref)
         if self._cache.entry(key) or key in self._fetching:
             self._stale.add(key)
         self._failures.drop(lambda asker: asker[0] == key)
@@ -108,17 +108,23 @@ class AdapterStore:
     def remove(self, ref: AdapterRef) -> None:
         """Deletes its download. Folders of the configured roots are never touched."""
         self.forget(ref)
-        key = place_of(ref, self._default_source).key
-        self._cache.remove(key)
-        self._stale.discard(key)
+        self._cache.remove(self._key(ref))
+        self._stale.discard(self._key(ref))
 
     def disk_bytes(self, ref: AdapterRef) -> int:
-        return self._cache.num_bytes(place_of(ref, self._default_source).key)
+        return self._cache.num_bytes(self._key(ref))
 
     def is_private(self, ref: AdapterRef) -> bool:
         """Whether it is here and not for everybody."""
-        entry = self._cache.entry(place_of(ref, self._default_source).key)
+        entry = self._cache.entry(self._key(ref))
         return entry is not None and entry.is_private
+
+    def _key(self, ref: AdapterRef) -> str:
+        """Of a reference that means nothing: one that nothing is kept under."""
+        try:
+            return place_of(ref, self._default_source).key
+        except InvalidRequest:
+            return "none"
 
     def _wish(self, ref: AdapterRef, place: Place) -> _Wish:
         """The token is the request's own, else the server's; the storage behind a URL has none."""

@@ -20,6 +20,7 @@ class Adapter:
     page_ids: list[int] = field(default_factory=list)  # empty = not in the pool
     references: int = 0  # unfinished requests that use it
     is_ready: bool = True  # can go into the pool at once; the host tier says when it can't
+    is_in_host: bool = False  # or on its way there
     is_pinned: bool = False  # stays where it is, used or not
 
     @property
@@ -75,8 +76,11 @@ class AdapterTable:
             self._set_idle(adapter)
 
     def known(self, adapter: Adapter) -> Adapter:
-        """The table's own object for that version."""
-        return self._known.setdefault(adapter.version, adapter)
+        """The table's own object for that version. Files that were touched, or lie elsewhere now, count from its next load on."""
+        known = self._known.setdefault(adapter.version, adapter)
+        if not known.page_ids and not known.is_in_host:
+            known.path, known.signature = adapter.path, adapter.signature
+        return known
 
     def find(self, version: str) -> Adapter | None:
         return self._known.get(version)

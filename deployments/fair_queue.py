@@ -119,9 +119,15 @@ class FairQueue:
         return self._accounts[adapter_id_of(sequence)].served
 
     def charge(self, sequence: Sequence, num_tokens: int) -> None:
-        """A negative number takes back what was charged for a row that is not computed after all."""
         account = self._accounts[adapter_id_of(sequence)]
         account.served += num_tokens / account.weight
+
+    def refund(self, sequence: Sequence, num_tokens: int) -> None:
+        """What was charged for a row that is not computed after all."""
+        self.charge(sequence, -num_tokens)
+        for line in self._accounts[adapter_id_of(sequence)].lines.values():
+            if line.entry:  # a lane finds the entries that are too low by itself, not those that are too high
+                self._lane_of(line).push(line)
 
     def add(self, sequence: Sequence) -> None:
         adapter_id = adapter_id_of(sequence)

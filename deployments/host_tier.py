@@ -61,6 +61,7 @@ class HostTier:
         if not adapter.page_ids and self._make_room(self._most_bytes(adapter)):
             entry = self._entries[adapter.host_copy] = _Entry(adapter, self._most_bytes(adapter))
             self.num_bytes += entry.num_bytes
+            adapter.is_in_host = True
             self._prepares.append(adapter.host_copy)
 
     def arrived(self, copy: HostCopy, num_bytes: int) -> Adapter:
@@ -113,7 +114,7 @@ class HostTier:
 
     def _remove(self, copy: HostCopy) -> Adapter:
         entry = self._entries.pop(copy)
-        entry.adapter.is_ready = False
+        entry.adapter.is_ready = entry.adapter.is_in_host = False
         self.num_bytes -= entry.num_bytes
         self._drops.append(copy)
         return entry.adapter

@@ -30,6 +30,10 @@ class AdapterRef(msgspec.Struct, frozen=True, kw_only=True):
     api_token: str = ""  # for adapters that not everybody may read
     merge: MergeRecipe | None = None  # its ids have this reference's source and token
 
+    def __repr__(self) -> str:
+        """Without the token: it may end up in a log."""
+        return f"AdapterRef({self.adapter_id!r}, source={self.source!r}, revision={self.revision!r})"
+
 
 class GenerationRequest(msgspec.Struct, frozen=True, kw_only=True):
     """One sequence to generate, or with `pooling` to embed. `output_ids` is what an earlier replica already made of it."""

@@ -258,7 +258,7 @@ class Scheduler:
         if row:
             sequence.num_unknown -= row.samples
             plan.num_tokens -= row.num_tokens
-            self.waiting.charge(sequence, -row.num_tokens)
+            self.waiting.refund(sequence, row.num_tokens)
         self._gave_way.add(adapter_id_of(sequence))
         self.waiting.put_back(sequence)
         self._stop_running(sequence)

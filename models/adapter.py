@@ -207,6 +207,9 @@ class _Reader:
             if absent not in tensors:
                 found = tensors.get(present) or next(iter(tensors.values()))
                 raise AdapterError(f"module {path} has {found} but no {absent}")
+        foreign = LORA - {a, b, "magnitude"} - ({"bias of lora_B"} if a == "lora_A" else set())
+        for kind in foreign & tensors.keys():
+            raise AdapterError(f"tensor {tensors[kind]}: {path} has {a} and {b}, so PEFT would not read it")
         if "magnitude" in tensors and not self._config.use_dora:
             raise AdapterError(f"tensor {tensors['magnitude']}: use_dora is not set, so PEFT would not read it")
         if "magnitude" not in tensors and self._config.use_dora:

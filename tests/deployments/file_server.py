@@ -60,6 +60,9 @@ class FileServer(ThreadingHTTPServer):
         else:
             handler.reply(404)
 
+    def handle_error(self, request: Any, client_address: Any) -> None:
+        """A client that hangs up is no news."""
+
     def num_gets(self, ending: str) -> int:
         return sum(method == "GET" and path.endswith(ending) for method, path in self.requests)
 

@@ -409,6 +409,13 @@ def test_a_token_is_in_no_log_no_error_and_no_file(world: World, caplog: pytest.
         assert "hf_secret" not in file.name and (file.is_dir() or b"hf_secret" not in file.read_bytes())
 
 
+def test_a_reference_that_means_nothing_has_no_bytes_and_nothing_to_forget(world: World) -> None:
+    store, ref = world.store(), AdapterRef(adapter_id="a, b", source="hub")
+    store.forget(ref)
+    store.remove(ref)
+    assert store.disk_bytes(ref) == 0 and not store.is_private(ref) and not store._stale
+
+
 def test_names_are_the_local_folders_and_the_public_downloads(world: World) -> None:
     save_folder(world.folder / "local" / "mine", rank=4)
     store, ref = world.store(), world.on_web("small")

@@ -86,3 +86,14 @@ def test_releasing_too_often_is_a_broken_invariant() -> None:
     table.release(used)
     with pytest.raises(AssertionError):
         table.release(used)
+
+
+def test_files_that_were_touched_count_from_the_next_load_on() -> None:
+    table = AdapterTable(1)
+    old = table.acquire(Adapter("a", "v", "here", 1, signature="1"))
+    table.place(old)
+    assert table.acquire(Adapter("a", "v", "there", 1, signature="2")) is old and old.signature == "1", "it is in the pool as it was"
+    table.discard(old)
+    assert table.acquire(Adapter("a", "v", "there", 1, signature="2")) is old and (old.path, old.signature) == ("there", "2")
+    old.is_in_host = True
+    assert table.known(Adapter("a", "v", "there", 1, signature="3")).signature == "2"

@@ -102,7 +102,7 @@ def test_what_is_charged_can_be_taken_back() -> None:
     queue.arrive("a1", "a")
     queue.charge(a, 10)
     assert queue.names() == ["b1", "a1"]
-    queue.charge(a, -12)
+    queue.refund(a, 12)
     assert queue.served(a) == 3 and queue.served(b) == 5 and queue.names() == ["a1", "b1"]
 
 

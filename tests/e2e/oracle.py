@@ -1,6 +1,7 @@
 """What transformers and PEFT say about tokens the server made."""
 
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
@@ -25,6 +26,11 @@ class Oracle:
                 self._model.load_adapter(folder, name)
             else:
                 self._model = PeftModel.from_pretrained(self._base, folder, name).eval()
+
+    def add_weighted(self, names: list[str], weights: list[float], merged: str, **settings: Any) -> None:
+        """One more adapter, merged by PEFT."""
+        assert isinstance(self._model, PeftModel)
+        self._model.add_weighted_adapter(names, weights, merged, **settings)
 
     @torch.inference_mode()
     def logits(self, adapter_id: str, token_ids: list[int]) -> torch.Tensor:

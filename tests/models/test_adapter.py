@@ -76,11 +76,15 @@ REFUSALS: dict[str, tuple[Callable[[Path], Any], list[str]]] = {
         ["q_proj.bias", "PEFT would not read it"],
     ),
     "bias_under_no_lora": (
-        change_tensors(lambda t: [t.pop(f"{Q_PROJ}{s}.weight") for s in "AB"] and t.update({f"{Q_PROJ[:-5]}base_layer.bias": torch.zeros(48)})),
+        change_tensors(
+            lambda t: [t.pop(f"{Q_PROJ}{s}.weight") for s in "AB"] and t.update({f"{Q_PROJ[:-5]}base_layer.bias": torch.zeros(48)})
+        ),
         ["q_proj.base_layer.bias", "PEFT would not read it"],
     ),
     "token_ids_not_numbers": (
-        change_tensors(lambda t: t.update({"base_model.model.model.embed_tokens.token_adapter.trainable_tokens_delta": torch.zeros(1, 48)})),
+        change_tensors(
+            lambda t: t.update({"base_model.model.model.embed_tokens.token_adapter.trainable_tokens_delta": torch.zeros(1, 48)})
+        ),
         ["embed_tokens.token_adapter", "(0, 48)"],
     ),
     "excluded_modules": (change_config(exclude_modules=r".*q_proj"), ["q_proj", "does not target"]),

@@ -168,7 +168,8 @@ def test_the_native_model_names_the_same_linears_with_the_same_sizes(served: Cal
     for name in ("llama", "gpt2", "gpt_neox"):
         model = served(name)
         native, hosted = Conductor(model.base).report, model.hosted.report
-        assert hosted.lora_shapes == {path: shape for path, shape in native.lora_shapes.items() if not is_vocabulary(path)}
+        others = native.lora_shapes.items() - hosted.lora_shapes.items()  # which only a native model can change
+        assert hosted.lora_shapes.items() <= native.lora_shapes.items() and len(others) == 2 and all(101 in shape for _, shape in others)
         assert (hosted.page_bytes, hosted.block_bytes) == (native.page_bytes, native.block_bytes)
         assert (native.has_blocks, hosted.has_blocks) == (True, False)
 

@@ -1,11 +1,13 @@
 """Adapters prepared in host memory are served from there, whatever becomes of their files, and are gone once they are dropped."""
 
+import json
 import shutil
 import threading
 from pathlib import Path
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 
 from loray.models.adapter import AdapterError, signature
 from loray.models.adapter_tensors import MAX_ELEMENTS_AT_ONCE, Target, read_rank_adapter
@@ -24,7 +26,7 @@ def folder(adapters: dict[int, Path], tmp_path: Path) -> Path:
     return shutil.copytree(adapters[8], tmp_path / "mine")
 
 
-def loaded_bytes(conductor: Conductor, folder: Path, version: str) -> dict[int, str]:
+def load(conductor: Conductor, folder: Path, version: str) -> dict[int, str]:
     return conductor.step(loads=[AdapterLoad(str(folder), [3], version)])[2]
 
 
@@ -36,15 +38,9 @@ def test_a_prepared_version_is_served_after_its_files_are_gone(base: Path, tmp_p
     expected = conductor.generate(PROMPT, [3])
     conductor.runner.host_adapters.prepare(str(folder), version)
     shutil.rmtree(folder)
-    conductor = conductor_with(conductor, base)
-    assert loaded_bytes(conductor, folder, version) == {}
+    assert conductor.step(loads=[AdapterLoad(str(base), [3])])[2], "a model is no adapter: the page is empty now"
+    assert load(conductor, folder, version) == {}
     assert conductor.generate(PROMPT, [3]) == expected
-
-
-def conductor_with(former: Conductor, base: Path) -> Conductor:
-    """The same rank, whose page 3 has meanwhile been given to nobody."""
-    assert former.step(loads=[AdapterLoad(str(base), [3])])[2], "a model is no adapter"
-    return former
 
 
 def test_two_versions_of_one_folder_are_kept_apart(base: Path, adapters: dict[int, Path], folder: Path) -> None:
@@ -55,7 +51,7 @@ def test_two_versions_of_one_folder_are_kept_apart(base: Path, adapters: dict[in
     conductor.runner.host_adapters.prepare(str(folder), second)
     outputs = []
     for version, adapter in ((first, adapters[8]), (second, adapters[4])):
-        assert loaded_bytes(conductor, folder, version) == {}
+        assert load(conductor, folder, version) == {}
         outputs.append(conductor.generate(PROMPT, [3]))
         conductor.load(adapter, [4])
         assert outputs[-1] == conductor.generate(PROMPT, [4])
@@ -65,19 +61,15 @@ def test_two_versions_of_one_folder_are_kept_apart(base: Path, adapters: dict[in
 def test_what_is_dropped_is_read_again_and_holds_no_bytes(base: Path, folder: Path) -> None:
     conductor, version = Conductor(base), signature(folder)
     host = conductor.runner.host_adapters
-    num_bytes = host.prepare(str(folder), version)
-    linears = 2 * 8 * ((4 * 48 + 2 * 75 + 48) + (48 + 16 + 16 + 48 + 75 + 75 + 48) - 75)  # layers, rank, inputs and outputs
-    assert num_bytes == host.num_bytes and num_bytes % 4 == 0 and linears > 0
+    assert host.prepare(str(folder), version) == host.num_bytes > 0
     host.drop(str(folder), version)
     host.drop(str(folder), version)
     assert host.num_bytes == 0
     shutil.rmtree(folder)
-    assert "changed" in loaded_bytes(conductor, folder, version)[0]
+    assert "changed" in load(conductor, folder, version)[0]
 
 
 def test_its_bytes_are_those_of_its_matrices(base: Path, folder: Path) -> None:
-    from safetensors.torch import load_file
-
     wanted = sum(tensor.nbytes for tensor in load_file(folder / "adapter_model.safetensors").values())
     assert Conductor(base).runner.host_adapters.prepare(str(folder), "") == wanted
 
@@ -118,7 +110,7 @@ def test_what_cannot_be_read_is_refused_and_not_kept(base: Path, folder: Path) -
 
 def test_a_load_of_what_was_not_prepared_keeps_nothing(base: Path, folder: Path) -> None:
     conductor = Conductor(base)
-    assert loaded_bytes(conductor, folder, signature(folder)) == {}
+    assert load(conductor, folder, signature(folder)) == {}
     assert conductor.runner.host_adapters.num_bytes == 0
 
 
@@ -136,10 +128,6 @@ def test_a_page_forgets_the_gains_and_tokens_of_its_former_adapter(base: Path, a
 
 def test_matrices_larger_than_one_step_are_read_whole(tmp_path: Path) -> None:
     """Read in pieces, of which each is too small for torch to share it out among threads."""
-    import json
-
-    from safetensors.torch import save_file
-
     inputs, outputs, rank = 1500, 900, 50
     a, b = torch.randn(rank, inputs), torch.randn(outputs, rank)
     assert min(a.numel(), b.numel()) > MAX_ELEMENTS_AT_ONCE

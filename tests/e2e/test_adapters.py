@@ -1,0 +1,252 @@
+"""Adapters of many kinds through small tiers: from folders, over HTTP and from S3, merged, changed and broken, over real ranks."""
+
+import json
+import os
+import random
+import shutil
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import boto3
+import httpx
+import pytest
+from moto.server import ThreadedMotoServer
+
+from loray.models.adapter import CONFIG_FILE, WEIGHTS_FILE
+from tests.e2e.adapter_zoo import random_adapter
+from tests.e2e.conftest import App
+from tests.e2e.file_server import FileServer, serving
+from tests.e2e.oracle import Oracle
+from tests.models.tiny_llama import save_adapter, save_llama
+
+pytestmark = pytest.mark.slow
+
+PROMPT = "hello world, this is"
+PAGE_BYTES = 44_096  # of the tiny model: 8 ranks of all its linears in float32
+NUM_PAGES, NUM_HOST_PAGES = 20, 40
+RANKS = (4, 8, 12, 20, 32, 64)
+NUM_ADAPTERS = 30
+SOURCES = ["a4", "a8", "a20"]
+S3_OPTIONS = {"key": "testing", "secret": "testing"}
+ADMIN = {"Authorization": "Bearer open"}
+
+
+@pytest.fixture(scope="module")
+def root(tiny_adapters: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    root = Path(shutil.copytree(tiny_adapters, tmp_path_factory.mktemp("zoo") / "adapters"))
+    for i in range(NUM_ADAPTERS):
+        random_adapter(root / "a4", root / f"zoo{i}", RANKS[i % len(RANKS)], seed=i)
+    return root
+
+
+@pytest.fixture(scope="module")
+def files(tiny_adapters: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[FileServer]:
+    folder = Path(shutil.copytree(tiny_adapters, tmp_path_factory.mktemp("web") / "adapters"))
+    for i in range(10):
+        random_adapter(folder / "a4", folder / f"other{i}", 4, seed=100 + i)
+    with serving(folder) as server:
+        yield server
+
+
+@pytest.fixture(scope="module")
+def s3(tiny_adapters: Path) -> Iterator[str]:
+    """The endpoint of a server that has the bucket `shelf`."""
+    server = ThreadedMotoServer(ip_address="127.0.0.1", port=0, verbose=False)
+    server.start()
+    endpoint = "http://{}:{}".format(*server.get_host_and_port())
+    client = boto3.client(
+        "s3", endpoint_url=endpoint, aws_access_key_id="testing", aws_secret_access_key="testing", region_name="us-east-1"
+    )
+    client.create_bucket(Bucket="shelf")
+    for name in SOURCES:
+        for file in (CONFIG_FILE, WEIGHTS_FILE):
+            client.upload_file(str(tiny_adapters / name / file), "shelf", f"{name}/{file}")
+    yield endpoint
+    server.stop()
+
+
+@pytest.fixture(scope="module")
+def app(start_app: Callable[..., Any], tiny_model: Path, root: Path, files: FileServer, s3: str) -> Iterator[App]:
+    adapters = {
+        "local_roots": [root],
+        "gpu_bytes": NUM_PAGES * PAGE_BYTES,
+        "host_bytes": NUM_HOST_PAGES * PAGE_BYTES,
+        "allowed_urls": [files.url, "s3://shelf"],
+        "storage_options": {"s3": {"endpoint_url": s3, **S3_OPTIONS}},
+        "preload": ["a20", "nobody"],
+    }
+    with start_app("zoo", model={"id": str(tiny_model)}, adapters=adapters, api_keys={"admin": "open"}) as app:
+        yield app
+
+
+@pytest.fixture(scope="module")
+def oracle(tiny_model: Path, root: Path) -> Oracle:
+    return Oracle(tiny_model, {folder.name: folder for folder in sorted(root.iterdir()) if folder.name.startswith(("a", "zoo"))})
+
+
+def body(adapter_id: str = "", max_new_tokens: int = 12, **parameters: Any) -> dict[str, Any]:
+    parameters = {"adapter_id": adapter_id, "max_new_tokens": max_new_tokens, "ignore_eos_token": True, "details": True, **parameters}
+    return {"inputs": PROMPT, "parameters": parameters}
+
+
+def token_ids(app: App, adapter_id: str = "", **parameters: Any) -> list[int]:
+    response = app.post("/generate", body(adapter_id, **parameters))
+    assert response.status_code == 200, response.text
+    return [token["id"] for token in response.json()["details"]["tokens"]]
+
+
+def adapters(app: App) -> dict[str, dict[str, Any]]:
+    return {one["adapter_id"]: one for one in httpx.get(f"{app.url}/admin/adapters", headers=ADMIN, timeout=30).json()["adapters"]}
+
+
+def assert_right(oracle: Oracle, adapter_id: str, output_ids: list[int]) -> None:
+    oracle.assert_greedy(adapter_id, oracle.tokenizer(PROMPT)["input_ids"], output_ids)
+
+
+def test_preloaded_adapters_are_in_host_memory_before_the_first_request(app: App) -> None:
+    known = adapters(app)
+    assert known["a20"]["state"] == "host" and known["a20"]["rank"] == 20 and known["a20"]["num_served"] == 0
+    assert known["nobody"]["state"] == "failed" and "nobody" in known["nobody"]["error"]
+
+
+def test_many_adapters_through_small_tiers_are_all_served_right(app: App, oracle: Oracle) -> None:
+    rng = random.Random(0)
+    names = [f"zoo{i}" for i in range(NUM_ADAPTERS)]
+    wanted = rng.choices(names, weights=[1 / (i + 1) for i in range(NUM_ADAPTERS)], k=90) + names
+    with ThreadPoolExecutor(12) as clients:
+        outputs = list(clients.map(lambda name: token_ids(app, name), wanted))
+    for name, output_ids in zip(wanted, outputs, strict=True):
+        assert_right(oracle, name, output_ids)
+    stats = app.wait_until_idle()
+    assert stats["adapter_evictions_gpu_total"] > 0 and stats["adapter_evictions_host_total"] > 0
+    assert stats["adapter_pages_used"] <= NUM_PAGES and stats["adapter_host_bytes_used"] <= NUM_HOST_PAGES * PAGE_BYTES
+    served = adapters(app)
+    assert sum(served[name]["num_served"] for name in names) == len(wanted)
+
+
+def test_an_adapter_that_is_slow_to_come_holds_up_nobody(app: App, oracle: Oracle, files: FileServer) -> None:
+    files.held = {"a8"}
+    slow = f"{files.url}/a8"
+    with ThreadPoolExecutor(12) as clients:
+        waiting = [clients.submit(token_ids, app, slow) for _ in range(2)]
+        assert files.waiting.wait(30)
+        others = [clients.submit(token_ids, app, f"{files.url}/other{i}") for i in range(10)]
+        assert len({tuple(other.result(60)) for other in others}) > 1
+        assert_right(oracle, "", token_ids(app))
+        assert not any(call.done() for call in waiting)
+        files.held = set()
+        files.let_go.set()
+        for call in waiting:
+            assert_right(oracle, "a8", call.result(60))
+    assert files.num_reads == 11, "two requests for one adapter, one download"
+
+
+def test_an_adapter_in_s3_is_served_and_unloading_it_frees_all_three_tiers(app: App, oracle: Oracle) -> None:
+    before = app.wait_until_idle()
+    for adapter_id, parameters in (("s3://shelf/a4", {}), ("shelf/a8", {"adapter_source": "s3"})):
+        assert_right(oracle, adapter_id[-2:], token_ids(app, adapter_id, **parameters))
+    status = adapters(app)["s3://shelf/a4"]
+    assert status["state"] == "gpu" and min(status["gpu_bytes"], status["host_bytes"], status["disk_bytes"]) > 0
+    for adapter_id in ("s3://shelf/a4", "shelf/a8"):
+        assert httpx.delete(f"{app.url}/admin/adapters/{adapter_id}", headers=ADMIN, timeout=30).status_code == 200
+    app.wait_until(lambda stats: stats["adapter_pages_used"] <= before["adapter_pages_used"])
+    app.wait_until(lambda stats: stats["adapter_host_bytes_used"] <= before["adapter_host_bytes_used"])
+    assert not {"s3://shelf/a4", "shelf/a8"} & adapters(app).keys()
+    assert_right(oracle, "a4", token_ids(app, "s3://shelf/a4"))
+
+
+@pytest.mark.parametrize("strategy", ["linear", "ties"])
+def test_merged_adapters_are_what_peft_makes_of_them(app: App, tiny_model: Path, root: Path, strategy: str) -> None:
+    random_adapter(root / "a4", root / f"same-{strategy}", 8, seed=77)
+    parts, weights = {"a8": root / "a8", "same": root / f"same-{strategy}"}, [0.5, 1.5]
+    expected = Oracle(tiny_model, parts)
+    kind = {"linear": {"combination_type": "cat"}, "ties": {"combination_type": "ties", "density": 0.5}}[strategy]
+    expected.add_weighted(list(parts), weights, "merged", **kind)
+    recipe = {"ids": ["a8", f"same-{strategy}"], "weights": weights, "merge_strategy": strategy, "density": 0.5}
+    assert_right(expected, "merged", token_ids(app, merged_adapters=recipe))
+    assert "merged" not in app.post("/generate", body(merged_adapters={**recipe, "ids": ["a8", "nobody"]})).text
+
+
+def bad_adapters(app: App, root: Path, tiny_model: Path, folder: Path, files: FileServer) -> list[str]:
+    """Ids that can't be served, each for another reason."""
+    good = root / "a4"
+    (shutil.copytree(good, root / "torn") / WEIGHTS_FILE).write_bytes(b"torn")
+    shutil.copytree(good, root / "pickle", ignore=shutil.ignore_patterns(WEIGHTS_FILE))
+    (root / "pickle" / "adapter_model.bin").write_bytes(b"pickle")
+    other = save_llama(folder / "other", hidden_size=24)
+    save_adapter(other, root / "foreign", r=4)
+    random_adapter(good, root / "huge", 8 * NUM_PAGES + 1, seed=1)
+    shutil.copytree(good, folder / "outside")
+    os.symlink(folder / "outside", root / "link")
+    (shutil.copytree(good, root / "badjson") / CONFIG_FILE).write_text("{")
+    return [
+        "nobody", "torn", "pickle", "foreign", "huge", "../adapters/../outside", "link", "badjson", str(folder / "outside"),
+        "http://169.254.169.254/x", "s3://elsewhere/a4", f"{files.url}/../etc", f"{files.url}/absent", "ftp://x/y", "\x00", "a" * 5000,
+    ]  # fmt: skip
+
+
+def check_bad_requests(app: App, bad: list[str], count: int) -> None:
+    """Each is answered with a clear error, good requests beside them go on, and everything taken is given back."""
+    before = app.wait_until_idle()
+    expected = token_ids(app, "a20", max_new_tokens=64)
+    with httpx.Client(timeout=60) as client, ThreadPoolExecutor(16) as clients:
+        good = [clients.submit(token_ids, app, "a20", max_new_tokens=64) for _ in range(8)]
+        answers = list(clients.map(lambda i: client.post(app.url + "/generate", json=body(bad[i % len(bad)])), range(count)))
+        assert all(call.result() == expected for call in good)
+    for answer in answers:
+        assert 400 <= answer.status_code < 500 and len(answer.json()["error"]) > 20, answer.text
+    after = app.wait_until_idle()
+    names = ("adapter_pages_total", "kv_blocks_total", "adapter_references", "running", "waiting")
+    assert {name: after[name] for name in names} == {name: before[name] for name in names}
+    assert not set(bad) & {name for name, one in adapters(app).items() if one["num_running"] or one["gpu_bytes"] or one["host_bytes"]}
+
+
+def test_bad_adapters_are_refused_and_leave_nothing_behind(
+    app: App, root: Path, tiny_model: Path, tmp_path: Path, files: FileServer
+) -> None:
+    check_bad_requests(app, bad_adapters(app, root, tiny_model, tmp_path, files), 160)
+
+
+def check_reload(app: App, root: Path, tiny_model: Path, num_versions: int, num_requests: int) -> None:
+    """Every answer is one version's, whole, and after the last change all answers are the last version's."""
+    versions = [random_adapter(root / "a4", root / "versions" / f"v{i}", 8, seed=500 + i) for i in range(num_versions)]
+    target = root / "moving"
+    expected = {}
+    for i, version in enumerate(versions):
+        shutil.copytree(version, root / f"still{i}")
+        expected[tuple(token_ids(app, f"still{i}", max_new_tokens=24))] = i
+    assert len(expected) == num_versions, "every version answers differently"
+    shutil.copytree(versions[0], target)
+    with ThreadPoolExecutor(16) as clients:
+        calls = [clients.submit(token_ids, app, "moving", max_new_tokens=24) for _ in range(num_requests)]
+        for version in versions[1:]:
+            staged = target / f".{WEIGHTS_FILE}"
+            shutil.copy(version / WEIGHTS_FILE, staged)
+            os.replace(staged, target / WEIGHTS_FILE)
+            answered = [call for call in calls if call.done()]
+            calls[len(answered)].result() if len(answered) < len(calls) else None
+        seen = [expected[tuple(call.result())] for call in calls]
+    assert len(set(seen)) > 1
+    assert expected[tuple(token_ids(app, "moving", max_new_tokens=24))] == num_versions - 1
+    app.wait_until_idle()
+
+
+def test_each_answer_is_of_one_version_while_the_adapter_changes(app: App, root: Path, tiny_model: Path) -> None:
+    check_reload(app, root, tiny_model, num_versions=5, num_requests=40)
+
+
+@pytest.mark.soak
+def test_ten_thousand_bad_requests_and_twenty_reloads(app: App, root: Path, tiny_model: Path, tmp_path: Path, files: FileServer) -> None:
+    for folder in ("versions", "moving", *(f"still{i}" for i in range(20)), "torn", "pickle", "foreign", "huge", "badjson"):
+        shutil.rmtree(root / folder, ignore_errors=True)
+    (root / "link").unlink(missing_ok=True)
+    check_reload(app, root, tiny_model, num_versions=21, num_requests=200)
+    check_bad_requests(app, bad_adapters(app, root, tiny_model, tmp_path, files), 10_000)
+
+
+def test_metrics_tell_of_adapters_and_of_the_prefix_cache(app: App) -> None:
+    token_ids(app, "a4")
+    families = httpx.get(f"{app.url}/metrics", headers={"Accept": "application/json"}, timeout=30).json()
+    assert "loray_adapter_requests" in json.dumps(families) and "loray_driver_adapter_evictions_host_total" in json.dumps(families)
