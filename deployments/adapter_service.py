@@ -151,10 +151,11 @@ class AdapterService:
 
     async def statuses(self) -> list[AdapterStatus]:
         uses = [*self._uses.values(), *self._unloading]
-        versions = [use.adapter.version for use in uses if use.adapter]
-        places = await asyncio.wrap_future(self._engine.call(lambda tiers: tiers.places(versions)))
         disk = await self._in_thread(lambda: [(self._store.disk_bytes(use.ref), self._store.is_private(use.ref)) for use in uses])
-        return [self._status(use, places, *facts) for use, facts in zip(uses, disk, strict=True)]
+        versions = [use.adapter.version for use in uses if use.adapter]
+        loading = {use for use in uses if use.is_loading}  # before the places: what is loaded by then may be in none of them yet
+        places = await asyncio.wrap_future(self._engine.call(lambda tiers: tiers.places(versions)))
+        return [self._status(use, places, use in loading, *facts) for use, facts in zip(uses, disk, strict=True)]
 
     async def names(self) -> list[str]:
         return await self._in_thread(self._store.names)
@@ -217,15 +218,16 @@ class AdapterService:
         self._uses.move_to_end(ref.adapter_id)
         return use
 
-    def _status(self, use: _Use, places: dict[str, AdapterPlace], disk_bytes: int, is_private: bool) -> AdapterStatus:
+    def _status(self, use: _Use, places: dict[str, AdapterPlace], is_loading: bool, disk_bytes: int, is_private: bool) -> AdapterStatus:
         adapter = use.adapter
         place = places.get(adapter.version) if adapter else None
+        state = "loading" if is_loading else _state(use, place)
         return AdapterStatus(
             adapter_id=use.ref.adapter_id,
             source=use.ref.source,
             revision=use.ref.revision,
             version=adapter.version if adapter else "",
-            state="unloading" if use in self._unloading else _state(use, place),
+            state="unloading" if use in self._unloading else state,
             rank=adapter.rank if adapter else 0,
             is_pinned=bool(place and place.is_pinned),
             is_private=is_private,

@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 
 from loray.deployments.adapters import Adapter, AdapterTable
 from loray.deployments.block_pool import BlockPool
-from loray.deployments.fair_queue import FairQueue, adapter_id_of
+from loray.deployments.fair_queue import FairQueue
 from loray.deployments.fair_shares import Held, adapters_to_leave, may_pass, num_blocks, num_slots, victim_of_arrival, victim_of_growth
 from loray.deployments.sequence import Sequence
 from loray.models.step import AdapterLoad, Admission, Row
@@ -57,7 +57,6 @@ class Scheduler:
         self._max_batch_tokens = max_batch_tokens
         # A step has a token for each that runs, else a flood of decodes would leave nothing for prompts.
         self._free_slots = list(range(min(max_running, max_batch_tokens) - 1, -1, -1))
-        self._gave_way: set[str] = set()  # ids of the adapters that did for this step; it admits none of theirs
         self._leaving: set[Adapter] = set()  # the pool, for one that finds no pages
 
     def num_waiting_of(self, adapter_id: str) -> int:
@@ -86,7 +85,6 @@ class Scheduler:
     def schedule(self) -> Plan | None:
         """The next step, or None when nothing can run."""
         self.waiting.wake_loaded()
-        self._gave_way.clear()
         self._make_room()
         plan = Plan()
         for sequence in [s for s in self.running if s.num_to_compute == 1]:
@@ -125,8 +123,6 @@ class Scheduler:
         while plan.num_tokens < self._max_batch_tokens and (prefills or head):
             if not head or (prefills and self.waiting.served(prefills[-1]) <= self.waiting.served(head)):
                 self._grow(plan, prefills.pop())
-            elif adapter_id_of(head) in self._gave_way:
-                head = next(heads, None)
             elif self._fits(head, prefills) and self._may_pass(head, blocked):
                 self._admit(plan, head)
                 head = next(heads, None)
@@ -259,7 +255,6 @@ class Scheduler:
             sequence.num_unknown -= row.samples
             plan.num_tokens -= row.num_tokens
             self.waiting.refund(sequence, row.num_tokens)
-        self._gave_way.add(adapter_id_of(sequence))
         self.waiting.put_back(sequence)
         self._stop_running(sequence)
         self.num_preemptions += 1

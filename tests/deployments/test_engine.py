@@ -1,66 +1,19 @@
 import threading
 import time
-from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 
 import msgspec
 import pytest
 import zmq
 
 from loray.cluster.channel import Address, bind
-from loray.cluster.host_loads import Prepared
-from loray.deployments.adapter_tiers import AdapterTiers
-from loray.deployments.adapters import Adapter, AdapterTable
-from loray.deployments.block_pool import BlockPool
-from loray.deployments.engine import Engine, QueueLimits
+from loray.deployments.adapters import Adapter
+from loray.deployments.engine import Engine
 from loray.deployments.errors import AdapterFailed
-from loray.deployments.host_tier import HostTier
 from loray.deployments.request import GenerationRequest, TokenEvent
-from loray.deployments.scheduler import Scheduler
-from loray.models.step import HostCopy, Sampling, Step, StepResult
-from tests.deployments.simulated_rank import SimulatedRank, embedding, greedy
-
-NUM_BLOCKS, BLOCK, NUM_PAGES = 32, 4, 4
-PAGE_BYTES, HOST_BYTES = 100, 400
-
-
-class RankInProcess:
-    """Steps queue up and run when their result is asked for, like on a real rank; `gate` holds the rank back."""
-
-    def __init__(self) -> None:
-        self.rank = SimulatedRank(NUM_BLOCKS, BLOCK, NUM_PAGES)
-        self.queue: deque[Step] = deque()
-        self.woken = threading.Event()
-        self.gate = threading.Event()
-        self.gate.set()
-        self.on_prepared: Callable[[Prepared], None] = lambda prepared: None
-        self.slow_paths: set[str] = set()  # never read to the end, unless the test says so
-        self.lost_paths: set[str] = set()  # cannot be read into host memory
-        self.prepared: list[HostCopy] = []
-        self.dropped: list[HostCopy] = []
-
-    def send(self, step: Step) -> None:
-        self.queue.append(step)
-
-    def wake(self) -> None:
-        self.woken.set()
-
-    def receive(self, timeout_ms: int) -> StepResult | None:
-        if self.queue and self.gate.is_set():
-            step = self.queue.popleft()
-            result = self.rank.execute(step)
-            self.dropped += step.drops
-            for copy in step.prepares:
-                if copy.path not in self.slow_paths:
-                    self.prepare(copy)
-            return result
-        self.woken.wait(0.02 if self.queue else timeout_ms / 1000)
-        self.woken.clear()
-        return None
-
-    def prepare(self, copy: HostCopy) -> None:
-        self.prepared.append(copy)
-        self.on_prepared(Prepared(copy, PAGE_BYTES, 0.5, "torn" if copy.path in self.lost_paths else ""))
+from loray.models.step import Sampling
+from tests.deployments.rank_in_process import BLOCK, HOST_BYTES, NUM_BLOCKS, NUM_PAGES, RankInProcess, start_engine
+from tests.deployments.simulated_rank import embedding, greedy
 
 
 class Client:
@@ -112,11 +65,7 @@ def steps() -> RankInProcess:
 
 @pytest.fixture
 def engine(steps: RankInProcess) -> Iterator[Engine]:
-    tiers = AdapterTiers(AdapterTable(NUM_PAGES), HostTier(HOST_BYTES, PAGE_BYTES))
-    scheduler = Scheduler(BlockPool(NUM_BLOCKS, BLOCK), tiers.table, max_batch_tokens=16, max_running=8)
-    engine = Engine(scheduler, tiers, steps, eos_ids=[], limits=QueueLimits(3, 2))
-    steps.on_prepared = engine.prepared
-    engine.start(on_failure=lambda reason: pytest.fail(reason))
+    engine = start_engine(steps)
     yield engine
     deadline = time.monotonic() + 5
     while engine.stats()["kv_blocks_used"] or engine.stats()["adapter_references"]:

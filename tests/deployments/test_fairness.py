@@ -235,6 +235,28 @@ def test_the_adapter_that_holds_most_blocks_gives_way_when_they_run_out() -> Non
     assert [output_of(sequence) for sequence in flood] == [greedy("a", [i] * 8, 24) for i in range(1, 4)]
 
 
+def test_a_large_prompt_that_finds_no_blocks_is_not_passed_by_small_ones_forever() -> None:
+    server, rng = Server(num_blocks=40, max_batch_tokens=48), random.Random(0)
+    large = None
+    for step in range(300):
+        for adapter in "abc":
+            keep_waiting(server, rng, adapter, 2, Shape(8, 12))
+        if step == 20:
+            large = server.add([1] * 120, 2, "large")
+        server.turn()
+    assert large and output_of(large) == greedy("large", [1] * 120, 2)
+
+
+def test_what_is_charged_is_what_the_ranks_compute_also_when_rows_are_dropped_for_want_of_blocks() -> None:
+    server = Server(num_blocks=10, max_batch_tokens=6)
+    sequences = [server.add([i] * 10, 14) for i in range(4)]
+    while any(not sequence.is_finished for sequence in sequences):
+        charged = server.scheduler.waiting.served(next(s for s in sequences if not s.is_finished))
+        assert charged == server.served[""] + sum(plan.num_tokens for plan, _ in server.in_flight)
+        server.turn()
+    assert server.scheduler.num_preemptions > 0
+
+
 def test_only_computed_tokens_are_charged() -> None:
     server = Server()
     server.add([5] * 20, 1, "a")

@@ -182,10 +182,10 @@ def test_a_preempted_sequence_goes_on_before_those_that_came_later() -> None:
 
 
 def test_a_request_is_admitted_only_if_the_running_ones_can_still_grow() -> None:
-    server = Server(num_blocks=4)
+    server = Server(num_blocks=5)
     server.add([1] * 8, 6)
-    server.turn()
-    server.add([2] * 8, 1)
+    server.plan()
+    server.add([2] * 8, 3)
     server.run()
     assert server.scheduler.num_preemptions == 0
 
