@@ -11,7 +11,7 @@ from pydantic import Field, field_validator
 
 from loray.deployments.adapter_records import AdapterChange
 from loray.deployments.adapter_status import AdapterState, AdapterStatus, AdminAction
-from loray.deployments.errors import AdapterFailed, AdapterNotFound, InvalidRequest, LorayError, Unhealthy
+from loray.deployments.errors import AdapterFailed, InvalidRequest, LorayError, Unhealthy, UnknownAdapter
 from loray.deployments.native_request import Body, Text, parse
 from loray.deployments.request import SOURCES, AdapterRef
 from loray.deployments.service import Service
@@ -19,11 +19,6 @@ from loray.deployments.service import Service
 LOAD_S = 600.0  # a download may take as long
 LOOK_S = 0.2  # between two looks at a load
 LOADED = ("host", "gpu")
-
-
-class UnknownAdapter(AdapterNotFound):
-    status = 404
-    error_type = "not_found"
 
 
 class LoadBody(Body):

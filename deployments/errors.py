@@ -4,8 +4,10 @@ LorayError
 ├── InvalidRequest       422 validation             the caller's mistake; says which field and why (400 on /v1)
 │   └── TemplateError    422 template_error         the chat template can't write these messages
 ├── Unauthorized         401 unauthorized           the API key is missing or wrong
+├── Forbidden            403 forbidden              this server has no admin key, so nobody is an admin
 ├── AdapterFailed        424 generation             the adapter can't be used; says which and why
 │   └── AdapterNotFound  424 generation             (404 model_not_found on /v1)
+│       └── UnknownAdapter  404 not_found           an admin asks for an adapter that this server does not know
 ├── Overloaded           429 overloaded             the queue is full; try again after `retry_after` seconds
 ├── Incomplete           500 incomplete_generation  accepted, but could not be finished
 ├── EmbeddingFailed      500 embedding_failure      the same of an embedding
@@ -42,6 +44,11 @@ class Unauthorized(LorayError):
     error_type = "unauthorized"
 
 
+class Forbidden(LorayError):
+    status = 403
+    error_type = "forbidden"
+
+
 class AdapterFailed(LorayError):
     status = 424
     error_type = "generation"
@@ -49,6 +56,11 @@ class AdapterFailed(LorayError):
 
 class AdapterNotFound(AdapterFailed):
     pass
+
+
+class UnknownAdapter(AdapterNotFound):
+    status = 404
+    error_type = "not_found"
 
 
 class Overloaded(LorayError):

@@ -7,17 +7,12 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from loray.deployments.config import ApiKeyArgs
 from loray.deployments.error_shapes import response
-from loray.deployments.errors import LorayError, Unauthorized
+from loray.deployments.errors import Forbidden, LorayError, Unauthorized
 from loray.deployments.metrics import Metrics
 
 HEALTH_CHECKS = {"/", "/health", "/ping", "/startup"}  # GET only: POST / generates
 CLIENT_GONE = "499"
 ADMIN = "/admin"
-
-
-class Forbidden(LorayError):
-    status = 403
-    error_type = "forbidden"
 
 
 class KeyCheck:

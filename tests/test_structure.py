@@ -10,9 +10,15 @@ import pytest
 ROOT = Path(__file__).resolve().parents[1]
 LAYERS = ["deployments", "cluster", "models", "kernels"]  # each may import itself and those after it
 PURE = [
+    "loray.deployments.adapter_records",
+    "loray.deployments.adapter_registry",
+    "loray.deployments.adapter_store",
+    "loray.deployments.adapter_tiers",
     "loray.deployments.adapters",
     "loray.deployments.block_pool",
     "loray.deployments.errors",
+    "loray.deployments.fair_queue",
+    "loray.deployments.host_tier",
     "loray.deployments.request",
     "loray.deployments.scheduler",
     "loray.deployments.sequence",
