@@ -1,7 +1,7 @@
 """All configuration: the `args:` of serve_config.yaml as one frozen tree. Unknown fields are refused by name."""
 
 from pathlib import Path
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ByteSize, ConfigDict, Field, model_validator
 
@@ -69,7 +69,7 @@ class AdapterArgs(Section):
     """Options for fsspec by scheme, such as {s3: {endpoint_url: http://minio:9000}}. Credentials come from the usual environment."""
     max_waiting: int = Field(default=256, ge=1)
     """Requests of one adapter that may wait; beyond it a request is answered 429."""
-    weights: dict[str, float] = {}
+    weights: dict[str, Annotated[float, Field(gt=0)]] = {}
     """Share of the service for an adapter, where not 1; "" is the base model."""
 
 

@@ -123,7 +123,9 @@ class Engine:
             "adapter_loads_host_total": self._num_host_loads,
             "adapter_load_host_seconds_total": self._host_load_seconds,
             "preemptions_total": scheduler.num_preemptions,
+            "prompt_tokens_total": scheduler.num_started_tokens,
             "prefix_cached_tokens_total": scheduler.num_cached_tokens,
+            "prefix_hit_rate": scheduler.num_cached_tokens / max(scheduler.num_started_tokens, 1),
             "steps_total": self._num_steps,
             "generated_tokens_total": self._num_tokens,
             "embeddings_total": self._num_embeddings,
@@ -228,9 +230,10 @@ class Engine:
         num_tokens = sequence.request.max_tokens
         if len(scheduler.waiting) >= self._limits.max_waiting:
             raise Overloaded(f"{len(scheduler.waiting)} requests are waiting already; try again")
-        num_waiting = scheduler.num_waiting_of(sequence.request.adapter_id)
+        adapter_id = sequence.adapter.adapter_id if sequence.adapter else ""
+        num_waiting = scheduler.num_waiting_of(adapter_id)
         if num_waiting >= self._limits.max_waiting_of_adapter:
-            raise Overloaded(f"{num_waiting} requests of {sequence.request.adapter_id or 'the base model'} are waiting already; try again")
+            raise Overloaded(f"{num_waiting} requests of {adapter_id or 'the base model'} are waiting already; try again")
         if scheduler.blocks.num_needed(num_tokens) > scheduler.blocks.num_blocks:
             room = scheduler.blocks.num_blocks * scheduler.blocks.block_size
             what = "the input is" if sequence.request.pooling else "prompt and max_new_tokens are"

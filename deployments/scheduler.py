@@ -53,7 +53,8 @@ class Scheduler:
         self.waiting = FairQueue(weights or {})
         self.running: list[Sequence] = []  # in the order of their admission
         self.num_preemptions = 0
-        self.num_cached_tokens = 0  # prompt tokens that did not have to be computed
+        self.num_started_tokens = 0  # of the sequences that were started, again after a preemption too
+        self.num_cached_tokens = 0  # those of them that did not have to be computed
         self._max_batch_tokens = max_batch_tokens
         # A step has a token for each that runs, else a flood of decodes would leave nothing for prompts.
         self._free_slots = list(range(min(max_running, max_batch_tokens) - 1, -1, -1))
@@ -218,6 +219,7 @@ class Scheduler:
         sequence.block_ids = cached
         sequence.num_published = len(cached)
         sequence.num_computed = len(cached) * self.blocks.block_size
+        self.num_started_tokens += len(sequence.token_ids)
         self.num_cached_tokens += sequence.num_computed
         if sequence.adapter and not sequence.adapter.page_ids:
             plan.loads[sequence.adapter] = self.adapters.place(sequence.adapter)

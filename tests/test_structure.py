@@ -18,6 +18,7 @@ PURE = [
     "loray.deployments.block_pool",
     "loray.deployments.errors",
     "loray.deployments.fair_queue",
+    "loray.deployments.fair_shares",
     "loray.deployments.host_tier",
     "loray.deployments.request",
     "loray.deployments.scheduler",

@@ -5,6 +5,7 @@ from itertools import islice
 from loray.cluster.channel import Address
 from loray.deployments.adapters import Adapter
 from loray.deployments.fair_queue import FairQueue
+from loray.deployments.fair_shares import adapters_to_leave, num_slots, victim_of_arrival
 from loray.deployments.request import GenerationRequest
 from loray.deployments.sequence import Sequence
 from loray.models.step import Sampling
@@ -153,19 +154,63 @@ def test_those_outside_the_pool_can_be_skipped_until_the_next_iteration() -> Non
 
 def test_adapters_that_enter_or_leave_the_pool_are_found_where_they_are() -> None:
     queue = Queue()
-    a, b = queue.adapter("a", page_ids=[]), queue.adapter("b")
+    starved, a, b = queue.adapter("starved", page_ids=[]), queue.adapter("a", page_ids=[]), queue.adapter("b")
     for name in ("a0", "a1", "b0"):
         queue.arrive(name, name[0])
-    assert queue.next_adapters(4) == [a]
+    assert queue.next_adapters(4) == [a] and queue.next_adapters(0) == []
     for sequence in queue:
-        a.page_ids, b.page_ids = [0], []
-        queue.start(sequence, 1)
+        a.page_ids = [0]
+        queue.start(sequence, 7)
         break
-    assert queue.next_adapters(4) == [b] and queue.next_adapters(0) == []
+    other_b = queue.start(queue.arrive("b1", "b.2"))
+    queue.arrive("starved", "starved")
+    b.page_ids = []
+    queue.charge(other_b, 5)
+    shown = []
     for sequence in queue:
-        queue.skip_outside()
-        assert sequence.request.request_id in ("b0", "a1")
-    assert queue.names() == ["b0", "a1"]
+        shown.append(sequence.request.request_id)
+        if sequence.adapter is starved:
+            queue.skip_outside()
+    assert shown == ["starved", "a1"] and queue.next_adapters(4) == [starved, b]
+
+
+def test_one_that_ends_while_its_adapter_loads_is_forgotten() -> None:
+    queue = Queue()
+    slow = queue.adapter("slow", page_ids=[], is_ready=False)
+    sequence = queue.arrive("slow", "slow")
+    assert queue.names() == [] and queue.next_adapters(4) == [slow]
+    queue.forget(sequence)
+    slow.is_ready = True
+    queue.wake_loaded()
+    assert queue.names() == [] and queue.next_adapters(4) == []
+
+
+def test_a_place_is_taken_from_the_adapter_that_holds_most_for_its_weight_unless_it_is_far_behind() -> None:
+    queue = Queue(heavy=8.0)
+    running = [queue.arrive(f"{name}{i}", name) for name in ("old", "heavy", "light") for i in range(4)]
+    taker = queue.arrive("taker", "taker")
+    for sequence in running:
+        queue.start(sequence)
+    queue.charge(running[4], 1000)  # of heavy
+    assert victim_of_arrival(taker, 1, num_slots, 0, running, queue) is running[-1], "the youngest of light"
+    queue.charge(taker, 10)
+    assert victim_of_arrival(taker, 1, num_slots, 9, running, queue) is None
+    assert victim_of_arrival(taker, 1, num_slots, 10, running, queue) is running[-1]
+    assert victim_of_arrival(taker, 3, num_slots, 10, running, queue) is None, "it would hold more than half as much"
+
+
+def test_as_many_adapters_leave_the_pool_as_it_takes_and_only_those_that_are_ahead() -> None:
+    queue = Queue()
+    running = [queue.arrive(name, name) for name in ("a", "b", "c", "d")]
+    starved = queue.arrive("starved", "starved")
+    for sequence, num_tokens in zip(running, (40, 30, 20, 10), strict=True):
+        queue.start(sequence, num_tokens)
+    assert starved.adapter
+    for num_pages, names in ((1, "a"), (2, "ab"), (4, "abc")):
+        starved.adapter.num_pages = num_pages
+        assert adapters_to_leave(starved, 15, [], running, queue) == {queue.adapters[name] for name in names}
+    starved.adapter.num_pages = 1
+    assert adapters_to_leave(starved, 15, [queue.adapters["c"]], running, queue) == {queue.adapters["c"]}, "it is on its way out already"
 
 
 def test_waiting_sequences_are_counted_in_all_and_by_adapter() -> None:

@@ -248,11 +248,16 @@ def test_a_large_prompt_that_finds_no_blocks_is_not_passed_by_small_ones_forever
 
 
 def test_what_is_charged_is_what_the_ranks_compute_also_when_rows_are_dropped_for_want_of_blocks() -> None:
-    server = Server(num_blocks=10, max_batch_tokens=6)
-    sequences = [server.add([i] * 10, 14) for i in range(4)]
-    while any(not sequence.is_finished for sequence in sequences):
-        charged = server.scheduler.waiting.served(next(s for s in sequences if not s.is_finished))
-        assert charged == server.served[""] + sum(plan.num_tokens for plan, _ in server.in_flight)
+    server = Server(num_blocks=16)
+    first = server.add([0] * 4, 60, "a")
+    for i in range(1, 4):
+        server.add([i] * 4, 20, "a")
+    server.turn()
+    for i in range(3):
+        server.add([i] * 2, 12, "b")
+    while not first.is_finished:
+        on_their_way = sum(row.num_tokens for plan, _ in server.in_flight for s, row in plan.rows.items() if s.request.adapter_id == "a")
+        assert server.scheduler.waiting.served(first) == server.served["a"] + on_their_way
         server.turn()
     assert server.scheduler.num_preemptions > 0
 

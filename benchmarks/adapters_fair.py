@@ -1,0 +1,142 @@
+"""Nine adapters with little traffic, alone and beside one that floods; then ten that all want as much as they can get."""
+
+import asyncio
+import random
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+from itertools import count
+from pathlib import Path
+from typing import Any
+
+from benchmarks.adapters_server import serving
+from benchmarks.adapters_traffic import TOO_MANY, Answer, Client, Wish, measured, outcomes, quantiles
+from benchmarks.adapters_zoo import Zoo
+
+NUM_CALM, RANK = 9, 16
+NUM_PROMPT, NUM_NEW = 64, 16
+FLOOD_TIMES = 100  # the flood's requests for each one of a calm adapter
+CLIENTS_EACH = 2  # with equal demand
+FLOOD_READY_S = 60.0
+
+
+@dataclass(frozen=True)
+class FairArgs:
+    period_s: float  # between two requests of a calm adapter
+    calm_s: float
+    equal_s: float
+    max_running: int
+    max_batch_tokens: int
+    max_waiting: int  # of one adapter
+
+
+class FairBench:
+    def __init__(self, model: Path, url: str, root: Path, args: FairArgs) -> None:
+        self._model = model
+        self._url = url
+        self._root = root
+        self._args = args
+        self._calm = [f"calm{i}" for i in range(NUM_CALM)]
+        self._numbers: Iterator[int] = count()
+
+    def run(self) -> dict[str, Any]:
+        zoo = Zoo(self._model, self._root)
+        for name in (*self._calm, "flood"):
+            zoo.add(name, RANK)
+        args = self._args
+        scheduler = {"max_running": args.max_running, "max_batch_tokens": args.max_batch_tokens}
+        adapters = {"local_roots": [self._root], "max_waiting": args.max_waiting}
+        with serving(self._model, scheduler=scheduler, adapters=adapters):
+            report: dict[str, Any] = measured(self._url, self._measure)
+        return {"prompt_tokens": NUM_PROMPT, "new_tokens": NUM_NEW, "period_s": args.period_s, "scheduler": scheduler, **report}
+
+    async def _measure(self, client: Client) -> dict[str, Any]:
+        await client.closed_loop([self._wish(name) for name in (*self._calm, "flood") * 2], 2)
+        alone = await self._calm_traffic(client)
+        await client.wait_until_idle()
+        flooded = await self._flooded(client)
+        await client.wait_until_idle()
+        return {"alone": alone, "flooded": flooded, "equal": await self._equal(client)}
+
+    def _wish(self, name: str) -> Wish:
+        return Wish(next(self._numbers), name, NUM_PROMPT, NUM_NEW)
+
+    async def _calm_traffic(self, client: Client) -> dict[str, Any]:
+        """Sent on time, answered or not; the adapters' turns are spread and a little uneven, the same each time."""
+        answers: list[Answer] = []
+        rng = random.Random(0)
+        period = self._args.period_s
+
+        async def ask(name: str, at: float) -> None:
+            await asyncio.sleep(at)
+            await client.send(self._wish(name), answers)
+
+        rounds = range(max(1, round(self._args.calm_s / period)))
+        times = [(name, (turn + i / NUM_CALM + rng.uniform(0, 0.1)) * period) for turn in rounds for i, name in enumerate(self._calm)]
+        await asyncio.gather(*(ask(*one) for one in times))
+        return {**outcomes(answers), "ttft": quantiles([answer.ttft for answer in answers if answer.times])}
+
+    async def _flooded(self, client: Client) -> dict[str, Any]:
+        """So many clients that the queue is always full and those turned away, who come back when told to, make up the flood."""
+        args = self._args
+        num_turned_away = round(FLOOD_TIMES / args.period_s)
+        answers: list[Answer] = []
+        is_full = asyncio.Event()
+
+        async def flood() -> None:
+            while True:
+                answer = await client.send(self._wish("flood"), answers)
+                if answer.status == TOO_MANY:
+                    is_full.set()
+                    await asyncio.sleep(answer.retry_after)
+                else:
+                    assert answer.is_ok, answer.error
+
+        tasks = [asyncio.create_task(flood()) for _ in range(args.max_running + args.max_waiting + num_turned_away)]
+        await asyncio.wait_for(is_full.wait(), FLOOD_READY_S)
+        num_before, started = len(answers), time.perf_counter()
+        calm = await self._calm_traffic(client)
+        num_sent, seconds = len(answers) - num_before, time.perf_counter() - started
+        assert not any(task.done() for task in tasks), "every client of the flood goes on"
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+        measured_answers = answers[num_before:]
+        return {
+            **calm,
+            "flood_requests_per_s": round(num_sent / seconds, 1),
+            "flood_times": round(num_sent / seconds * args.period_s, 1),
+            "flood_answered": sum(answer.is_ok for answer in measured_answers),
+            "flood_turned_away": sum(answer.status == TOO_MANY for answer in measured_answers),
+            "flood_clients": len(tasks),
+        }
+
+    async def _equal(self, client: Client) -> dict[str, Any]:
+        answers: list[Answer] = []
+
+        async def ask_on(name: str) -> None:
+            while True:
+                answer = await client.send(self._wish(name), answers)
+                assert answer.is_ok, answer.error
+
+        names = [*self._calm, "flood"]
+        tasks = [asyncio.create_task(ask_on(name)) for name in names for _ in range(CLIENTS_EACH)]
+        await asyncio.sleep(0.1 * self._args.equal_s)
+        started = time.perf_counter()
+        await asyncio.sleep(self._args.equal_s)
+        ended = time.perf_counter()
+        assert not any(task.done() for task in tasks), "every client goes on"
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+        tokens = dict.fromkeys(names, 0)
+        for answer in answers:
+            tokens[answer.wish.adapter_id] += sum(started <= at <= ended for at in answer.times)
+        mean = sum(tokens.values()) / len(tokens)
+        spread = (max(tokens.values()) - min(tokens.values())) / mean
+        return {"seconds": round(ended - started, 1), "tokens": tokens, "spread": round(spread, 4)}
+
+
+def ratios(report: dict[str, Any]) -> dict[str, float]:
+    alone, flooded = (report[phase]["ttft"]["p99_ms"] for phase in ("alone", "flooded"))
+    return {"fair: TTFT p99 flooded / alone": flooded / alone, "fair: (most - least) / mean tokens": report["equal"]["spread"]}
