@@ -44,6 +44,7 @@ class RankAdapter:
     values: Tensor  # [elements] all matrices one after another, pinned where there is a GPU
     shapes: dict[tuple[str, str], tuple[int, int]]  # in values, in this order: (module path, "a" | "b" | "rows") -> shape
     vectors: dict[tuple[str, Vector], Tensor]  # [width] float32, by module path
+    squares: dict[str, Tensor]  # DoRA: [width] float32 on the device, ||W + scale * B A||² of each row over this rank's inputs
 
     @property
     def has_pages_only(self) -> bool:
@@ -79,7 +80,7 @@ def read_rank_adapter(folder: Path, targets: Mapping[str, Target], is_pinned: bo
         raise AdapterError(f"adapter {folder.name!r}: {WEIGHTS_FILE} cannot be read: {error}") from error
     except AdapterError as error:
         raise AdapterError(f"adapter {folder.name!r}: {error}") from None
-    return RankAdapter(spec, values, shapes, vectors)
+    return RankAdapter(spec, values, shapes, vectors, dict(_squares(spec, views, targets)))
 
 
 def _shapes(spec: AdapterSpec, targets: Mapping[str, Target]) -> Iterator[tuple[tuple[str, str], tuple[int, int]]]:
@@ -126,6 +127,16 @@ def _vectors(file: safe_open, spec: AdapterSpec, targets: Mapping[str, Target]) 
         if not isinstance(layer, Linear | HostedLinear) or layer.bias is None:
             raise AdapterError(f"tensor {name}: {path} has no bias in the base model")
         yield (path, "bias"), read(path, name)
+
+
+def _squares(spec: AdapterSpec, views: dict[tuple[str, str], Tensor], targets: Mapping[str, Target]) -> Iterator[tuple[str, Tensor]]:
+    """Costs as much as a forward pass over as many tokens as the adapter has ranks, so it is done before the pages are filled."""
+    for path, module in spec.modules.items():
+        if module.magnitude_name:
+            layer = targets[path].layer
+            assert not isinstance(layer, HostedLinear), "DoRA is refused on a model that transformers runs"
+            a, b = (views[path, side].to(layer.weight.device, layer.weight.dtype) for side in ("a", "b"))
+            yield path, layer.row_squares(targets[path].number, a, b)
 
 
 def _check_copy(file: safe_open, name: str, layer: Layer) -> None:

@@ -22,14 +22,8 @@ Targets = Mapping[str, Target]
 
 def fold_gains(adapter: RankAdapter, matrices: Matrices, targets: Targets, parallel: Parallel) -> dict[str, Tensor]:
     """DoRA's factor for each output, [width] float32 by module path; B in matrices is multiplied by it."""
-    squares: dict[str, Tensor] = {}
-    summed = []
-    for path, kind in adapter.vectors:
-        if kind == "magnitude":
-            layer = targets[path].layer
-            assert not isinstance(layer, HostedLinear), "DoRA is refused on a model that transformers runs"
-            squares[path] = layer.row_squares(targets[path].number, matrices[path, "a"], matrices[path, "b"])
-            summed += [path] * layer.is_summed
+    squares = dict(adapter.squares)
+    summed = [path for path in squares if not isinstance(layer := targets[path].layer, HostedLinear) and layer.is_summed]
     if summed:  # one sum over the ranks for all of them
         totals = parallel.all_reduce(torch.cat([squares[path] for path in summed]))
         squares.update(zip(summed, totals.split([len(squares[path]) for path in summed]), strict=True))

@@ -145,7 +145,9 @@ def test_a_slow_search_holds_up_only_its_own_and_at_most_so_many(service: Adapte
     run(work())
 
 
-def test_load_is_through_when_the_ranks_have_it_and_says_why_when_it_fails(service: AdapterService, steps: RankInProcess, root: Path) -> None:
+def test_load_is_through_when_the_ranks_have_it_and_says_why_when_it_fails(
+    service: AdapterService, steps: RankInProcess, root: Path
+) -> None:
     async def work() -> dict[str, AdapterStatus]:
         await service.load(ref("large"))
         steps.lost_paths = {str(root / "small")}

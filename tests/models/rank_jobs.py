@@ -151,7 +151,8 @@ def play_modes(parallel: Parallel, base: Path, adapters: dict[str, Path]) -> dic
 
 
 def play_items(parallel: Parallel, base: Path, adapters: dict[str, Path]) -> list[Played]:
-    """Every adapter alone; and five at a time together with the base model, in chunks, some late, so that prefills meet decodes."""
+    """Every adapter alone, briefly where ranks make it slow; and five at a time together with the base model, in chunks, some late, so
+    that prefills meet decodes."""
     recorder = Recorder(base, parallel, num_pages=160)
     recorder.pages = {}
     page = 0
@@ -162,7 +163,8 @@ def play_items(parallel: Parallel, base: Path, adapters: dict[str, Path]) -> lis
         page += num_pages + index % 2
         recorder.load(folder, recorder.pages[item])
     items = list(adapters)
-    played = [recorder.record((item,), num_new=NUM_ITEM_TOKENS)[0] for item in items]
+    num_alone = NUM_ITEM_TOKENS if parallel.world_size == 1 else FEW_NEW
+    played = [recorder.record((item,), num_new=num_alone)[0] for item in items]
     for first in range(0, len(items), 5):
         played += recorder.record(("", *items[first : first + 5]), num_new=NUM_ITEM_TOKENS, chunk=CHUNK, stagger=1)
     return played
