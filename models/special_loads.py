@@ -41,7 +41,8 @@ def changes_of(adapter: RankAdapter, matrices: Matrices, gains: Mapping[str, Ten
     changes: dict[nn.Module, Change] = {}
     for path, target in targets.items():
         if isinstance(target.layer, Embedding | Head):
-            lora = LowRank(matrices[path, "a"], matrices[path, "b"]) if path in adapter.spec.modules else None
+            # Copies: a view would keep all the adapter's matrices alive.
+            lora = LowRank(matrices[path, "a"].clone(), matrices[path, "b"].clone()) if path in adapter.spec.modules else None
             tokens = _token_rows(target.layer, path, adapter.spec.tokens, matrices)
         else:
             lora, tokens = None, None
@@ -85,7 +86,7 @@ def _token_rows(layer: Embedding | Head, path: str, trained: Mapping[str, Traine
         return None
     rows, token_ids = matrices[path, "rows"], torch.tensor(trained[path].token_ids, device=layer.weight.device)
     if isinstance(layer, Embedding):
-        return TokenRows(token_ids, rows)
+        return TokenRows(token_ids, rows.clone())
     local = token_ids - layer.part.start
     is_own = (local >= 0) & (local < layer.part.size)
     return TokenRows(local[is_own], rows[is_own])

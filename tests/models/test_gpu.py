@@ -13,6 +13,7 @@ from loray.models.sampler import noise_keys
 from loray.models.step import Sampling
 from tests.models.conductor import Conductor, Request, prompt_of
 from tests.models.families import FAMILIES, Adapter, random_model, save_adapter, save_family
+from tests.models.peft_items import items_of, save_item
 from tests.models.test_causal_lm import MODELS, HostedConductor
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA GPU")]
@@ -108,3 +109,23 @@ def test_weights_in_eight_bits_stay_near_those_in_sixteen_and_carry_adapters(tmp
         }
         assert weight_dtypes == {torch.int8 if options.quantization else torch.float16}
     assert logprobs[1] == pytest.approx(logprobs[0], abs=0.3)
+
+
+def test_what_adapters_have_beside_pages_gives_the_tokens_of_the_cpu(tmp_path: Path) -> None:
+    """Prepared in host memory first, so pinned there on the way to the GPU."""
+    base = save_family(FAMILIES["llama"], tmp_path).base
+    items = ["use_dora on the embedding and the head", "bias, lora_only, with DoRA", "LoRA on the head", "trainable_token_indices"]
+    folders = [save_item(base, tmp_path / item, items_of("llama")[item]) for item in items]
+    outputs = []
+    for device in ("cpu", "cuda"):
+        conductor = Conductor(base, device=device)
+        for index, folder in enumerate(folders):
+            conductor.runner.host_adapters.prepare(str(folder), "")
+            prepared = conductor.runner.host_adapters.find(str(folder), "")
+            assert prepared is not None and prepared.values.is_pinned() == (device == "cuda")
+            conductor.load(folder, [2 * index])
+        requests = [Request(prompt_of(5 + 4 * i, seed=i), [2 * i] if i < len(items) else []) for i in range(len(items) + 1)]
+        outputs.append(conductor.play(requests, chunk=6, stagger=1))
+    for expected, found in zip(*outputs, strict=True):
+        assert found.token_ids == expected.token_ids
+        assert found.logprobs == pytest.approx(expected.logprobs, abs=1e-3)
