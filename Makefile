@@ -10,7 +10,7 @@ FOLDERS := deployments cluster models kernels
 SOURCES := $(FOLDERS) tests $(wildcard benchmarks examples)
 
 .DEFAULT_GOAL := help
-.PHONY: help serve test check lint bench soak venv clean
+.PHONY: help serve test check lint bench bench-adapters soak venv clean
 
 help:  ## list these commands
 	@sed -n 's/^\([a-z]*\):.*## /\1\t/p' $(MAKEFILE_LIST) | expand -t 10
@@ -34,6 +34,9 @@ lint: $(STAMP)  ## ruff and mypy
 
 bench: $(STAMP)  ## measure speed on this machine's CPU beside its peers (VLLM=<python with vLLM> adds that one)
 	@$(BIN)/python -m benchmarks.cpu $(if $(VLLM),--vllm '$(VLLM)')
+
+bench-adapters: $(STAMP)  ## measure a thousand adapters, slow downloads and fairness on this machine's CPU (ARGS=<options of benchmarks/adapters.py>)
+	@$(BIN)/python -m benchmarks.adapters $(ARGS)
 
 soak: $(STAMP)  ## run for hours under load and faults
 	@RAY_AUTH_MODE=disabled $(BIN)/python -m pytest -q -m soak --timeout=0

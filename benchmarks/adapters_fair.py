@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.adapters_server import serving
-from benchmarks.adapters_traffic import TOO_MANY, Answer, Client, Wish, measured, outcomes, quantiles
+from benchmarks.adapters_traffic import TOO_MANY, Answer, Client, Wish, first_tokens, measured, outcomes
 from benchmarks.adapters_zoo import Zoo
 
 NUM_CALM, RANK = 9, 16
@@ -74,7 +74,7 @@ class FairBench:
         rounds = range(max(1, round(self._args.calm_s / period)))
         times = [(name, (turn + i / NUM_CALM + rng.uniform(0, 0.1)) * period) for turn in rounds for i, name in enumerate(self._calm)]
         await asyncio.gather(*(ask(*one) for one in times))
-        return {**outcomes(answers), "ttft": quantiles([answer.ttft for answer in answers if answer.times])}
+        return {**outcomes(answers), **first_tokens(answers)}
 
     async def _flooded(self, client: Client) -> dict[str, Any]:
         """So many clients that the queue is always full and those turned away, who come back when told to, make up the flood."""

@@ -66,7 +66,7 @@ class MemoryWatch:
     def sample(self) -> None:
         for process in psutil.Process(os.getpid()).children(recursive=True):
             try:
-                title = (process.cmdline() or [""])[0].partition(".")[0].rpartition("/")[2].strip()
+                title = (process.cmdline() or [""])[0].rpartition("/")[2].partition(".")[0].strip()  # an actor's has its method after a dot
                 if title in ("raylet", "gcs_server") or (title.startswith("ray::") and title != "ray::IDLE"):
                     num_bytes = process.memory_full_info().uss
                     self._titles[process.pid] = title
@@ -95,9 +95,9 @@ class MemoryWatch:
         settle_s = min(SETTLE_S, (time.monotonic() - self._started) / 2)
         found = []
         for pid, samples in self._samples.items():
-            settled = [sample for sample in samples if sample[0] >= settle_s]
-            if len(settled) < 2:
+            if len(samples) < 2:
                 continue
+            settled = samples[min(sum(at < settle_s for at, _ in samples), len(samples) - 2) :]
             slope = float(np.polyfit([at / 60 for at, _ in settled], [mib for _, mib in settled], 1)[0])
             found.append(
                 {

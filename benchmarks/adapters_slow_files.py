@@ -8,7 +8,7 @@ import time
 from functools import partial
 from http.server import SimpleHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
-from typing import IO, Any
+from typing import Any
 
 PIECE_S = 0.1
 
@@ -19,7 +19,7 @@ class SlowHandler(SimpleHTTPRequestHandler):
         self._slow_s = slow_s
         super().__init__(*args, **kwargs)
 
-    def copyfile(self, source: Any, outputfile: IO[bytes]) -> None:
+    def copyfile(self, source: Any, outputfile: Any) -> None:
         path = Path(self.translate_path(self.path))
         if path.parent.name != self._slow_name or path.suffix != ".safetensors":
             return super().copyfile(source, outputfile)

@@ -16,6 +16,7 @@ import numpy as np
 from benchmarks.adapters_server import ADMIN_KEY
 
 OK, TOO_MANY = 200, 429
+TIME_HEADERS = ("x-time-to-first-token", "x-validation-time", "x-queue-time")
 NO_LIMIT = aiohttp.ClientTimeout(total=None, sock_read=600)  # seconds
 IDLE_S = 60.0
 
@@ -45,6 +46,8 @@ class Answer:
     status: int = 0  # 0 = none came
     error: str = ""
     retry_after: float = 1.0  # seconds
+    server_ttft: float = 0.0  # seconds, as the ingress counts them from when it has the request
+    engine_ttft: float = 0.0  # of these, since the engine has it
 
     @property
     def is_ok(self) -> bool:
@@ -73,6 +76,8 @@ class Client:
                     answer.retry_after = float(response.headers.get("Retry-After", 1))
                     answer.error = (await response.text())[:300]
                     return answer
+                total, validation, queue = (int(response.headers[name]) / 1000 for name in TIME_HEADERS)
+                answer.server_ttft, answer.engine_ttft = total, total - validation - queue
                 async for line in response.content:
                     if line.startswith(b'data: {"error"'):
                         answer.error = line.decode()[:300]
@@ -139,6 +144,16 @@ def quantiles(seconds: Sequence[float]) -> dict[str, float]:
         return {"count": 0}
     p50, p99, most = (round(1000 * float(np.quantile(seconds, q)), 1) for q in (0.5, 0.99, 1))
     return {"count": len(seconds), "p50_ms": p50, "p99_ms": p99, "max_ms": most}
+
+
+def first_tokens(answers: Iterable[Answer]) -> dict[str, dict[str, float]]:
+    """As the client sees it, and what of it is spent behind the ingress and in the engine; the rest goes to HTTP and to Serve."""
+    answered = [answer for answer in answers if answer.times]
+    return {
+        "ttft": quantiles([answer.ttft for answer in answered]),
+        "ttft_from_ingress": quantiles([answer.server_ttft for answer in answered]),
+        "ttft_from_engine": quantiles([answer.engine_ttft for answer in answered]),
+    }
 
 
 def gaps(answers: Iterable[Answer], start: float = float("-inf"), end: float = float("inf")) -> list[float]:

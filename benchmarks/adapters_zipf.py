@@ -1,7 +1,7 @@
 """A thousand adapters of Zipf's popularity through small tiers, beside the same requests over eight adapters that stay in the pool.
 
-A third run has the same requests over the same thousand, with room for all of theirs in the pool: what is between it and the eight is
-the cost of more adapters in a step, what is between it and the first is the cost of loading.
+Both once more with room for all of the requests' adapters in the pool: what is between those two is the cost of more adapters in a step,
+the rest of what is between the first two is the cost of loading.
 """
 
 import itertools
@@ -15,7 +15,7 @@ from typing import Any
 import psutil
 
 from benchmarks.adapters_server import MemoryWatch, serving
-from benchmarks.adapters_traffic import Answer, Client, Wish, gaps, measured, outcomes, quantiles
+from benchmarks.adapters_traffic import Answer, Client, Wish, first_tokens, gaps, measured, outcomes, quantiles
 from benchmarks.adapters_zoo import Zoo
 
 RANKS = (16, 8, 32, 4, 64)  # by popularity, over and over; the middle first, so that the mean request has about the mean rank
@@ -23,7 +23,7 @@ STAYING_RANKS = (4, 8, 8, 16, 16, 32, 32, 64)
 NUM_IN_POOL, NUM_IN_HOST, NUM_CLIENTS = 16, 100, 16
 NUM_PROMPT, NUM_NEW = 20, 32
 WARM_UP = 1_000_000  # numbers from here on are prompts of no measured request
-POOL_MEMORY_SHARE = 0.4  # of what is free, that the third run may take
+POOL_MEMORY_SHARE = 0.4  # of what is free, that a pool for all may take
 COPY_SECONDS = "the server does not count the seconds of copying into the pool, nor what leaves it for a starved adapter"
 COUNTERS = (
     "adapter_loads_host_total",
@@ -70,7 +70,7 @@ class ZipfBench:
             tiers = measured(self._url, self._weigh)
         with serving(self._model, adapters={"local_roots": [self._root], **tiers.args}):
             report: dict[str, Any] = measured(self._url, self._small_tiers)
-        report["zipf, all in the pool"] = self._large_pool(tiers)
+        report["all in the pool"] = self._large_pool(tiers)
         return {"adapters": len(self._ranks), **self._traffic(), **tiers.args, "copy_seconds": COPY_SECONDS, **report}
 
     def _make_adapters(self) -> None:
@@ -129,13 +129,15 @@ class ZipfBench:
 
     def _large_pool(self, tiers: Tiers) -> dict[str, Any]:
         names = list(dict.fromkeys(wish.adapter_id for wish in self._wishes))
-        num_bytes = sum(tiers.pool[self._ranks[name]] for name in names)
+        names += self._staying
+        num_bytes = sum(tiers.pool[(self._ranks | self._staying)[name]] for name in names)
         if num_bytes > POOL_MEMORY_SHARE * psutil.virtual_memory().available:
             return {"left_out": f"a pool for {len(names)} adapters would take {num_bytes} bytes"}
 
         async def work(client: Client) -> dict[str, Any]:
             await client.closed_loop([Wish(WARM_UP + i, name, NUM_PROMPT, 1) for i, name in enumerate(names)], NUM_CLIENTS)
-            return await _timed(client, self._wishes)
+            eight = await _timed(client, self._staying_wishes(self._wishes)[: len(self._wishes) // 2])
+            return {"eight": eight, "zipf": await _timed(client, self._wishes)}
 
         with serving(self._model, adapters={"local_roots": [self._root], "gpu_bytes": num_bytes}):
             return dict(measured(self._url, work))
@@ -157,7 +159,7 @@ def _speed(answers: list[Answer], seconds: float) -> dict[str, Any]:
         "seconds": round(seconds, 1),
         "tokens": num_tokens,
         "tokens_per_s": round(num_tokens / seconds, 1),
-        "ttft": quantiles([answer.ttft for answer in answers if answer.times]),
+        **first_tokens(answers),
         "itl": quantiles(gaps(answers)),
     }
 
@@ -178,7 +180,8 @@ def ratios(report: dict[str, Any]) -> dict[str, float]:
     eight = [report["eight, before"], report["eight, after"]]
     rate = sum(one["tokens"] for one in eight) / sum(one["seconds"] for one in eight)
     found = {"zipf: tokens/s / eight that stay": report["zipf"]["tokens_per_s"] / rate}
-    if (large := report["zipf, all in the pool"]).get("tokens_per_s"):
-        found["zipf: all in the pool / eight that stay"] = large["tokens_per_s"] / rate
-        found["zipf: tokens/s / all in the pool"] = report["zipf"]["tokens_per_s"] / large["tokens_per_s"]
+    if (large := report["all in the pool"]).get("zipf"):
+        apart = large["zipf"]["tokens_per_s"] / large["eight"]["tokens_per_s"]
+        found["zipf: the same with all in the pool"] = apart
+        found["zipf: cost of loading, first / second"] = found["zipf: tokens/s / eight that stay"] / apart
     return found

@@ -7,7 +7,8 @@ from pathlib import Path
 from typing import Literal, NamedTuple
 
 import torch
-from safetensors import SafetensorError, safe_open
+from safetensors import SafetensorError
+from safetensors.torch import load
 from torch import Tensor
 
 from loray.models.adapter import WEIGHTS_FILE, AdapterError, AdapterModule, AdapterSpec, read_adapter
@@ -19,6 +20,7 @@ MAX_ELEMENTS_AT_ONCE = 32767  # from 32768 on torch shares an operation out amon
 MAX_DISTANCE = 0.004  # of a copy's row from the base model's, in its length: rounding to another half precision, no more
 
 Layer = Linear | HostedLinear | Embedding | Head
+Tensors = Mapping[str, Tensor]  # of the adapter's file, by name
 Vector = Literal["magnitude", "bias", "bias of B"]
 
 
@@ -68,15 +70,15 @@ def read_rank_adapter(folder: Path, targets: Mapping[str, Target], is_pinned: bo
     values = torch.empty(num_elements, dtype=dtypes.pop() if len(dtypes) == 1 else torch.float32, pin_memory=is_pinned)
     views = _views(values, shapes)
     try:
-        with safe_open(folder / WEIGHTS_FILE, "pt") as file:
-            for path, module in spec.modules.items():
-                _read_lora(file, module, targets[path].projection, views[path, "a"], views[path, "b"])
-            for path, tokens in spec.tokens.items():
-                _copy(views[path, "rows"], file.get_slice(tokens.name)[:])
-            for path, name in spec.copies.items():
-                _check_copy(file, name, targets[path].layer)
-            vectors = dict(_vectors(file, spec, targets))
-    except (SafetensorError, OSError) as error:
+        tensors = load((folder / WEIGHTS_FILE).read_bytes())  # not mapped: a file cut short meanwhile would end the process
+        for path, module in spec.modules.items():
+            _read_lora(tensors, module, targets[path].projection, views[path, "a"], views[path, "b"])
+        for path, tokens in spec.tokens.items():
+            _copy(views[path, "rows"], tensors[tokens.name])
+        for path, name in spec.copies.items():
+            _check_copy(tensors[name], name, targets[path].layer)
+        vectors = dict(_vectors(tensors, spec, targets))
+    except (SafetensorError, OSError, KeyError, RuntimeError, ValueError) as error:  # also: another file than the one just checked
         raise AdapterError(f"adapter {folder.name!r}: {WEIGHTS_FILE} cannot be read: {error}") from error
     except AdapterError as error:
         raise AdapterError(f"adapter {folder.name!r}: {error}") from None
@@ -98,12 +100,12 @@ def _views(values: Tensor, shapes: dict[tuple[str, str], tuple[int, int]]) -> di
     return {key: part.view(shape) for (key, shape), part in zip(shapes.items(), parts, strict=True)}
 
 
-def _read_lora(file: safe_open, module: AdapterModule, projection: Projection, a: Tensor, b: Tensor) -> None:
+def _read_lora(tensors: Tensors, module: AdapterModule, projection: Projection, a: Tensor, b: Tensor) -> None:
     """a [rank, inputs], b [rank, outputs]: filled."""
-    _copy(a, file.get_slice(module.a_name)[:, projection.in_part.slice])
+    _copy(a, tensors[module.a_name][:, projection.in_part.slice])
     sizes = [part.size for part in projection.out_parts]
     for out, part in zip(b.split(sizes, 1), projection.out_parts, strict=True):
-        _copy(out.T, file.get_slice(module.b_name)[part.slice], module.scale)
+        _copy(out.T, tensors[module.b_name][part.slice], module.scale)
 
 
 def _copy(out: Tensor, values: Tensor, scale: float = 1.0) -> None:
@@ -113,9 +115,9 @@ def _copy(out: Tensor, values: Tensor, scale: float = 1.0) -> None:
         out_rows.copy_(rows if scale == 1 else rows.float() * scale)
 
 
-def _vectors(file: safe_open, spec: AdapterSpec, targets: Mapping[str, Target]) -> Iterator[tuple[tuple[str, Vector], Tensor]]:
+def _vectors(tensors: Tensors, spec: AdapterSpec, targets: Mapping[str, Target]) -> Iterator[tuple[tuple[str, Vector], Tensor]]:
     def read(path: str, name: str) -> Tensor:
-        return torch.cat([file.get_slice(name)[part.slice] for part in targets[path].projection.out_parts]).float()
+        return torch.cat([tensors[name][part.slice] for part in targets[path].projection.out_parts]).float()
 
     for path, module in spec.modules.items():
         if module.magnitude_name:
@@ -139,10 +141,10 @@ def _squares(spec: AdapterSpec, views: dict[tuple[str, str], Tensor], targets: M
             yield path, layer.row_squares(targets[path].number, a, b)
 
 
-def _check_copy(file: safe_open, name: str, layer: Layer) -> None:
+def _check_copy(tensor: Tensor, name: str, layer: Layer) -> None:
     """PEFT puts it in the place of the base model's weight, so it must be that."""
     assert isinstance(layer, Embedding | Head), "only the embedding and the head are saved beside their LoRA"
-    own, copy = layer.own_weight(), file.get_slice(name)[layer.part.slice]
+    own, copy = layer.own_weight(), tensor[layer.part.slice]
     num_rows = len(own) if own.is_cuda else max(1, MAX_ELEMENTS_AT_ONCE // own.shape[1])
     is_near = torch.ones((), dtype=torch.bool, device=own.device)
     for own_rows, rows in zip(own.split(num_rows), copy.split(num_rows), strict=True):
