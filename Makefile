@@ -13,7 +13,7 @@ SOURCES := $(FOLDERS) tests $(wildcard benchmarks examples)
 .PHONY: help serve test check lint bench bench-adapters soak venv clean
 
 help:  ## list these commands
-	@sed -n 's/^\([a-z]*\):.*## /\1\t/p' $(MAKEFILE_LIST) | expand -t 10
+	@sed -n 's/^\([a-z-]*\):.*## /\1\t/p' $(MAKEFILE_LIST) | expand -t 16
 	@echo
 	@echo "make serve MODEL=<bundled name, folder, GGUF file or Hugging Face id> TP=<ranks> PORT=<port>"
 

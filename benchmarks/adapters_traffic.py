@@ -47,7 +47,7 @@ class Answer:
     error: str = ""
     retry_after: float = 1.0  # seconds
     server_ttft: float = 0.0  # seconds, as the ingress counts them from when it has the request
-    engine_ttft: float = 0.0  # of these, since the engine has it
+    engine_ttft: float = 0.0  # of these, since it heard that the engine has it: too few when the ingress itself is behind
 
     @property
     def is_ok(self) -> bool:

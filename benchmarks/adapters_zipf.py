@@ -28,9 +28,10 @@ COPY_SECONDS = "the server does not count the seconds of copying into the pool, 
 COUNTERS = (
     "adapter_loads_host_total",
     "adapter_load_host_seconds_total",
+    "adapter_loads_gpu_total",
+    "adapter_load_gpu_seconds_total",
     "adapter_evictions_gpu_total",
     "adapter_evictions_host_total",
-    "adapters_resident",
     "preemptions_total",
     "prefix_cached_tokens_total",
     "steps_total",
@@ -168,7 +169,8 @@ def _loads(counted: dict[str, float], seconds: float) -> dict[str, Any]:
     """Readers work beside the steps and beside each other: their seconds are no part of the run's, only comparable."""
     num_loads = counted["adapter_loads_host_total"]
     return {
-        "pool_loads_at_least": counted["adapter_evictions_gpu_total"] + counted.pop("adapters_resident"),
+        "pool_load_ms_mean": round(1000 * counted["adapter_load_gpu_seconds_total"] / max(counted["adapter_loads_gpu_total"], 1), 1),
+        "pool_load_share": round(counted["adapter_load_gpu_seconds_total"] / seconds, 3),
         "host_load_ms_mean": round(1000 * counted["adapter_load_host_seconds_total"] / num_loads, 1) if num_loads else 0.0,
         "host_load_seconds_per_second": round(counted["adapter_load_host_seconds_total"] / seconds, 3),
         "step_ms_mean": round(1000 * seconds / counted["steps_total"], 1) if counted["steps_total"] else 0.0,

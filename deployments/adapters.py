@@ -40,6 +40,7 @@ class AdapterTable:
         self.num_references = 0
         self.num_resident = 0
         self.num_evictions = 0
+        self._freed_pages: list[int] = []  # since the ranks were last told
         self.num_pinned_pages = 0
 
     @property
@@ -115,9 +116,15 @@ class AdapterTable:
         if not adapter.page_ids:
             return
         self._free_pages += adapter.page_ids
+        self._freed_pages += adapter.page_ids
         adapter.page_ids = []
         self.num_resident -= 1
         self._set_busy(adapter)
+
+    def take_freed_pages(self) -> list[int]:
+        """What has been freed since the last call."""
+        freed, self._freed_pages = self._freed_pages, []
+        return freed
 
     def _set_busy(self, adapter: Adapter) -> None:
         if self._idle.pop(adapter.version, None):

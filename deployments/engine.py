@@ -69,6 +69,8 @@ class Engine:
         self._num_embeddings = 0
         self._num_host_loads = 0
         self._host_load_seconds = 0.0
+        self._num_pool_loads = 0
+        self._pool_load_seconds = 0.0
         self._last_progress = time.monotonic()
 
     # Called from any thread.
@@ -122,6 +124,8 @@ class Engine:
             "adapter_evictions_host_total": self._tiers.host.num_evictions,
             "adapter_loads_host_total": self._num_host_loads,
             "adapter_load_host_seconds_total": self._host_load_seconds,
+            "adapter_loads_gpu_total": self._num_pool_loads,
+            "adapter_load_gpu_seconds_total": self._pool_load_seconds,
             "preemptions_total": scheduler.num_preemptions,
             "prompt_tokens_total": scheduler.num_started_tokens,
             "prefix_cached_tokens_total": scheduler.num_cached_tokens,
@@ -179,19 +183,24 @@ class Engine:
         """The next step, or False when there is nothing to do."""
         plan = self._scheduler.schedule()
         prepares, drops = self._tiers.host.take_orders()
-        if plan is None and not prepares and not drops:
+        freed_pages = self._tiers.table.take_freed_pages()
+        if plan is None and not prepares and not drops and not freed_pages:
             return False
         plan = plan or Plan()  # orders ride in a step, and wait for no other
         if not self._in_flight:
             self._last_progress = time.monotonic()
         self._num_steps += 1
         self._in_flight.append(plan)
-        self._steps.send(Step(self._num_steps, list(plan.loads.values()), plan.admissions, list(plan.rows.values()), prepares, drops))
+        self._steps.send(
+            Step(self._num_steps, list(plan.loads.values()), plan.admissions, list(plan.rows.values()), prepares, drops, freed_pages)
+        )
         return True
 
     def _complete(self, result: StepResult) -> None:
         plan = self._in_flight.popleft()
         self._last_progress = time.monotonic()
+        self._num_pool_loads += len(plan.loads)
+        self._pool_load_seconds += result.load_seconds
         for index, reason in result.failed_loads.items():
             self._fail_adapter(list(plan.loads)[index], reason)
         logprobs = dict(zip(plan.sampled, result.logprobs, strict=True))

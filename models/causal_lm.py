@@ -74,7 +74,7 @@ class CausalLMRunner:
 
     @torch.inference_mode()
     def execute(self, step: Step) -> StepResult:
-        failed_loads = self._lora.load_all(step.loads)
+        failed_loads = self._lora.load_all(step.loads, step.freed_pages)
         for admission in step.admissions:
             self._admit(admission)
         self._drop(self._without_blocks(step.rows))
@@ -94,6 +94,7 @@ class CausalLMRunner:
             [tokens[slot][1] for slot in slots if slot in tokens],
             failed_loads,
             [embeddings[slot] for slot in slots if slot in embeddings],
+            self._lora.load_seconds,
         )
 
     def _admit(self, admission: Admission) -> None:

@@ -3,7 +3,8 @@
 A page holds 8 LoRA ranks of A and B for every linear. Pages of one adapter may lie anywhere; what it does not use is zero.
 """
 
-from collections.abc import Mapping
+import time
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 import torch
@@ -38,6 +39,7 @@ class LoraPool:
                 self._targets[path] = Target(module, 0, module.projection)
         self.num_pages = 0
         self.host = HostAdapters(self._read)
+        self.load_seconds = 0.0  # of the last load_all
         self.specials: dict[int, Special] = {}  # of the adapters that have more than pages, by the first of these
 
     @property
@@ -58,13 +60,19 @@ class LoraPool:
             b = linear.weight.new_empty(num_pages * PAGE_RANK, linear.out_size)
             linear.lora = LoraPages(a, b, linear.widths)
 
-    def load_all(self, loads: list[AdapterLoad]) -> dict[int, str]:
+    def load_all(self, loads: list[AdapterLoad], freed_pages: Sequence[int] = ()) -> dict[int, str]:
         """Fill the pages of each load, all of them; where the adapter cannot be read, on this rank or another, they are zero.
 
-        Index in loads -> why it failed, for those that did, the same ones on every rank.
+        Index in loads -> why it failed, for those that did, the same ones on every rank. What adapters of freed pages have beside
+        them is freed too.
         """
-        if not loads:
-            return {}
+        started = time.perf_counter()
+        self._forget(freed_pages)
+        reasons = self._load_all(loads) if loads else {}
+        self.load_seconds = time.perf_counter() - started
+        return reasons
+
+    def _load_all(self, loads: list[AdapterLoad]) -> dict[int, str]:
         found = [self._find(load) for load in loads]
         failed = self._parallel.any_rank([isinstance(adapter, str) for adapter in found], self._device)
         reasons = {}
@@ -90,7 +98,7 @@ class LoraPool:
             return f"adapter {Path(load.path).name!r}: rank {adapter.spec.rank} does not fit into {len(load.page_ids)} pages"
         return adapter
 
-    def _forget(self, page_ids: list[int]) -> None:
+    def _forget(self, page_ids: Sequence[int]) -> None:
         for first_page, special in list(self.specials.items()):
             if not special.page_ids.isdisjoint(page_ids):
                 del self.specials[first_page]

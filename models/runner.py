@@ -78,11 +78,11 @@ class Runner:
 
     @torch.inference_mode()
     def execute(self, step: Step) -> StepResult:
-        failed_loads = self._lora.load_all(step.loads)
+        failed_loads = self._lora.load_all(step.loads, step.freed_pages)
         for admission in step.admissions:
             self._admit(admission)
         if not step.rows:
-            return StepResult(step.step_id, [], [], failed_loads)
+            return StepResult(step.step_id, [], [], failed_loads, load_seconds=self._lora.load_seconds)
         assert self._kv_cache is not None, "a step came before allocate"
         self._extend(step.rows, self._kv_cache)
         plan = self._planner.plan(self._pooler.without_samples(step.rows))
@@ -91,7 +91,7 @@ class Runner:
             self._slots.num_computed[row.slot] += row.num_tokens
         token_ids, logprobs = self._sample(plan, hidden)
         embeddings = self._pooler.pool(step.rows, plan.first_tokens, hidden)
-        return StepResult(step.step_id, token_ids, logprobs, failed_loads, embeddings)
+        return StepResult(step.step_id, token_ids, logprobs, failed_loads, embeddings, self._lora.load_seconds)
 
     def _sample(self, plan: Plan, hidden: Tensor) -> tuple[list[int], list[float]]:
         """New tokens and their log-probabilities, in the order of the step's rows; the tokens feed the next step."""

@@ -59,7 +59,7 @@ class HostCopy(msgspec.Struct, frozen=True, array_like=True):
 
 
 class Step(msgspec.Struct, frozen=True, array_like=True):
-    """Applied in this order: loads, admissions, rows, drops; what is to be prepared is read meanwhile, beside the steps."""
+    """Applied in this order: freed pages, loads, admissions, rows, drops; what is to be prepared is read meanwhile, beside the steps."""
 
     step_id: int
     loads: list[AdapterLoad]
@@ -67,6 +67,7 @@ class Step(msgspec.Struct, frozen=True, array_like=True):
     rows: list[Row]
     prepares: list[HostCopy] = []
     drops: list[HostCopy] = []
+    freed_pages: list[int] = []  # no adapter is in them any more; a load of the same step may fill them again
 
 
 class StepResult(msgspec.Struct, frozen=True, array_like=True):
@@ -77,6 +78,7 @@ class StepResult(msgspec.Struct, frozen=True, array_like=True):
     logprobs: list[float]  # log-probability under the model's own, unwarped distribution
     failed_loads: dict[int, str] = {}  # index in the step's loads -> reason; rows that use those pages are worthless
     embeddings: list[list[float]] = []  # one for each row that samples and pools, in the order of the rows
+    load_seconds: float = 0.0  # that the step's loads took
 
 
 class LoadReport(msgspec.Struct, frozen=True):

@@ -279,6 +279,9 @@ def test_unloading_frees_both_tiers_after_the_last_request(client: Client, steps
     stats = engine.stats()
     assert (stats["adapters_resident"], stats["adapter_pages_used"], stats["adapter_host_bytes_used"]) == (0, 0, 0)
     assert engine.call(lambda tiers: tiers.places(["a"])).result(5) == {}
+    client.submit("base", [1])
+    client.finish("base")
+    assert sorted(page for step in steps.rank.steps for page in step.freed_pages) == [0, 1], "the ranks are told"
     client.submit("again", [1], adapter=Adapter("a", "a", "a", 2))
     assert client.tokens("again") == greedy("a", [1], 8)
     unknown = threading.Event()
