@@ -14,7 +14,7 @@ from loray.models.adapter_tensors import MAX_ELEMENTS_AT_ONCE, Target, read_rank
 from loray.models.linear import Linear, row_linear
 from loray.models.parallel import Parallel
 from loray.models.shards import Shard
-from loray.models.step import AdapterLoad
+from loray.models.step import AdapterLoad, Step
 from tests.models.conductor import Conductor, prompt_of
 from tests.models.tiny_llama import save_adapter
 
@@ -124,6 +124,9 @@ def test_a_page_forgets_the_gains_and_tokens_of_its_former_adapter(base: Path, a
         assert conductor.generate(PROMPT, [4, 5]) != expected and len(conductor.runner._lora.specials) == 1
         conductor.load(adapters[8], [page])
         assert conductor.generate(PROMPT, [page]) == expected and not conductor.runner._lora.specials
+    conductor.load(special, [4, 5])
+    conductor.runner.execute(Step(1000, [], [], [], freed_pages=[4, 5]))
+    assert not conductor.runner._lora.specials
 
 
 def test_matrices_larger_than_one_step_are_read_whole(tmp_path: Path) -> None:
