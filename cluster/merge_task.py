@@ -1,5 +1,6 @@
 """Merges adapters in a process of its own: the driver, which wants them merged, has neither torch nor time."""
 
+import threading
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -8,10 +9,23 @@ import ray
 
 from loray.models.adapter import AdapterError
 
+Shapes = dict[str, tuple[int, int]]  # of the base model's linears: module path -> (in_features, out_features)
 
-def merge_elsewhere(
-    folders: Sequence[Path], weights: Sequence[float], method: dict[str, Any], shapes: dict[str, tuple[int, int]], out: Path
-) -> None:
+NUM_MERGES = 2  # at once; each is a process that reads all of its adapters
+
+
+class Merger:
+    """Any thread may call it."""
+
+    def __init__(self) -> None:
+        self._turns = threading.Semaphore(NUM_MERGES)
+
+    def __call__(self, folders: Sequence[Path], weights: Sequence[float], method: dict[str, Any], shapes: Shapes, out: Path) -> None:
+        with self._turns:
+            merge_elsewhere(folders, weights, method, shapes, out)
+
+
+def merge_elsewhere(folders: Sequence[Path], weights: Sequence[float], method: dict[str, Any], shapes: Shapes, out: Path) -> None:
     """Returns when `out` is written; raises AdapterError. Runs on the caller's node: a driver's tasks stay in its placement group.
 
     method: the fields of a MergeMethod."""
@@ -21,7 +35,7 @@ def merge_elsewhere(
         raise AdapterError(reason)
 
 
-def _merge(folders: list[str], weights: list[float], method: dict[str, Any], shapes: dict[str, tuple[int, int]], out: str) -> str:
+def _merge(folders: list[str], weights: list[float], method: dict[str, Any], shapes: Shapes, out: str) -> str:
     """Why it failed, or nothing."""
     from loray.models.merging import MergeMethod, merge_adapters
 

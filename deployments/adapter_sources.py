@@ -1,6 +1,7 @@
 """Where an adapter is kept, as a reference says it, and what a source must be able to do. Reads nothing from anywhere."""
 
 import hashlib
+import posixpath
 import re
 from dataclasses import dataclass
 from pathlib import Path
@@ -90,7 +91,7 @@ def place_of(ref: AdapterRef, default_source: str) -> Place:
     if ref.revision:
         raise InvalidRequest(f"adapter {ref.adapter_id!r}: the source {source} has no revisions, only hub has", param="revision")
     if source == "local":
-        return Place("local", ref.adapter_id)
+        return Place("local", posixpath.normpath(ref.adapter_id))
     if source not in URL_SCHEMES:
         raise InvalidRequest(f"adapter {ref.adapter_id!r}: no source {source!r}, only {', '.join(SOURCES)}", param="adapter_source")
     url = normal_url(ref.adapter_id if is_url else f"{source}://{ref.adapter_id}")

@@ -111,6 +111,15 @@ class AdapterStore:
         self._cache.remove(self._key(ref))
         self._stale.discard(self._key(ref))
 
+    def is_local(self, ref: AdapterRef) -> bool:
+        return place_of(ref, self._default_source).source == "local"
+
+    def named(self, ref: AdapterRef) -> AdapterRef:
+        """The reference without its token, and with a folder's name written in one way only."""
+        place = place_of(ref, self._default_source)
+        name = place.address if place.source == "local" and not ref.merge else ref.adapter_id
+        return AdapterRef(adapter_id=name, source=ref.source, revision=ref.revision, merge=ref.merge)
+
     def disk_bytes(self, ref: AdapterRef) -> int:
         return self._cache.num_bytes(self._key(ref))
 

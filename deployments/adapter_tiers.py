@@ -26,26 +26,37 @@ class AdapterTiers:
     def __init__(self, table: AdapterTable, host: HostTier) -> None:
         self.table = table
         self.host = host
+        self.has_new_pins = False  # those who wait may not fit any more
         self._pinned: dict[str, Adapter] = {}  # by version; held here, so that they stay known
         self._leaving: dict[Adapter, list[Callable[[], object]]] = {}  # unloaded while in use -> whom to tell when they are gone
 
-    def load(self, adapter: Adapter) -> None:
-        """Have it read into host memory, before anybody asks for it."""
-        self.check(adapter)
-        self.host.want(self.table.known(adapter))
+    def load(self, adapter: Adapter) -> Adapter:
+        """Have it read into host memory, before anybody asks for it. The answer is the one object of its version."""
+        adapter = self._wanted(adapter)
+        self.host.want(adapter)
+        return adapter
 
-    def pin(self, adapter: Adapter) -> None:
-        """It stays in host memory, and in the pool once a request has brought it there."""
+    def pin(self, adapter: Adapter) -> Adapter:
+        """It stays in host memory until a request brings it into the pool, and then there."""
+        adapter = self._wanted(adapter)
+        if not adapter.is_pinned:
+            if not self.table.could_pin(adapter) or not self.host.could_pin(adapter, self._pinned.values()):
+                raise AdapterFailed(
+                    f"adapter {adapter.adapter_id!r} cannot be pinned: with those that are, it would leave no room for others"
+                )
+            self._pinned[adapter.version] = adapter
+            self.table.pin(adapter)
+            self.has_new_pins = True
+        self.host.want(adapter)
+        return adapter
+
+    def _wanted(self, adapter: Adapter) -> Adapter:
+        """One that was to leave stays; who waited for it to be gone is told that this is over."""
         self.check(adapter)
         adapter = self.table.known(adapter)
-        if not adapter.is_pinned and self.table.num_pinned_pages + adapter.num_pages >= self.table.num_pages:
-            raise AdapterFailed(
-                f"adapter {adapter.adapter_id!r} cannot be pinned: with the {self.table.num_pinned_pages} rank pages that are, "
-                f"its {adapter.num_pages} would leave nothing of {self.table.num_pages} for others"
-            )
-        self._pinned[adapter.version] = adapter
-        self.table.pin(adapter)
-        self.host.want(adapter)
+        for on_freed in self._leaving.pop(adapter, []):
+            on_freed()
+        return adapter
 
     def unpin(self, version: str) -> None:
         adapter = self._pinned.pop(version, None)
@@ -53,7 +64,7 @@ class AdapterTiers:
             self.table.unpin(adapter)
 
     def unload(self, version: str, on_freed: Callable[[], object] = lambda: None) -> None:
-        """Free its pages and its host memory once its last request has ended; then `on_freed` is called."""
+        """Free its pages and its host memory once its last request has ended; then, or when it is wanted again, `on_freed` is called."""
         self.unpin(version)
         adapter = self.table.find(version)
         if adapter is None:
@@ -79,10 +90,10 @@ class AdapterTiers:
                 f"adapter {adapter.adapter_id!r} needs {adapter.num_pages} rank pages, "
                 f"the pool has {table.num_pages}{pinned}: raise adapters.gpu_bytes"
             )
-        if not host.can_hold(adapter):
+        if not host.could_hold(adapter, self._pinned.values()):
             raise AdapterFailed(
-                f"adapter {adapter.adapter_id!r} may need more than the {host.max_bytes} bytes of host memory that adapters may take: "
-                "raise adapters.host_bytes"
+                f"adapter {adapter.adapter_id!r} may need more than the {host.max_bytes} bytes of host memory that adapters may take, "
+                "less what is pinned: raise adapters.host_bytes"
             )
 
     def places(self, versions: Collection[str]) -> dict[str, AdapterPlace]:

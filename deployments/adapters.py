@@ -21,6 +21,7 @@ class Adapter:
     references: int = 0  # unfinished requests that use it
     is_ready: bool = True  # can go into the pool at once; the host tier says when it can't
     is_in_host: bool = False  # or on its way there
+    error: str = ""  # why it could not be read into host memory the last time
     is_pinned: bool = False  # stays where it is, used or not
 
     @property
@@ -85,6 +86,10 @@ class AdapterTable:
 
     def find(self, version: str) -> Adapter | None:
         return self._known.get(version)
+
+    def could_pin(self, adapter: Adapter) -> bool:
+        """Whether that would leave pages for others."""
+        return self.num_pinned_pages + adapter.num_pages < self.num_pages
 
     def could_place(self, adapter: Adapter) -> bool:
         """Whether there would be pages for it if nothing but the pinned adapters was there."""

@@ -19,7 +19,7 @@ from ray.util import get_current_placement_group
 
 from loray.cluster.channel import Address
 from loray.cluster.group import RankGroup
-from loray.cluster.merge_task import merge_elsewhere
+from loray.cluster.merge_task import Merger
 from loray.cluster.rank import RankSpec
 from loray.deployments.adapter_service import AdapterService
 from loray.deployments.adapter_store import AdapterStore
@@ -69,7 +69,7 @@ class Driver:
         store = AdapterStore(args.adapters, reports[0].lora_shapes, cache_folder() / "adapters")
         page_bytes = max(report.page_bytes for report in reports)
         self._adapters = AdapterService(store, self._engine, args.adapters.max_waiting, page_bytes)
-        store.in_use, store.merge = self._adapters.in_use, merge_elsewhere
+        store.in_use, store.merge = self._adapters.in_use, Merger()
         self._info = {
             "model_dtype": reports[0].dtype,
             "model_device_type": args.device,

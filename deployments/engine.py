@@ -96,10 +96,14 @@ class Engine:
         future: Future[T] = Future()
 
         def run() -> None:
+            if not future.set_running_or_notify_cancel():
+                return
             try:
                 future.set_result(work(self._tiers))
-            except Exception as error:
+            except Exception as error:  # the caller's to handle
                 future.set_exception(error)
+            if self._tiers.has_new_pins:
+                self._fail_displaced()
 
         self._post(run)
         return future
@@ -239,7 +243,7 @@ class Engine:
         num_tokens = sequence.request.max_tokens
         if len(scheduler.waiting) >= self._limits.max_waiting:
             raise Overloaded(f"{len(scheduler.waiting)} requests are waiting already; try again")
-        adapter_id = sequence.adapter.adapter_id if sequence.adapter else ""
+        adapter_id = self._tiers.table.known(sequence.adapter).adapter_id if sequence.adapter else ""
         num_waiting = scheduler.num_waiting_of(adapter_id)
         if num_waiting >= self._limits.max_waiting_of_adapter:
             raise Overloaded(f"{num_waiting} requests of {adapter_id or 'the base model'} are waiting already; try again")
@@ -268,6 +272,16 @@ class Engine:
             self._scheduler.finish(sequence)
             self._end_with(sequence, AdapterFailed(reason))
 
+    def _fail_displaced(self) -> None:
+        """Those who wait, and have no room any more beside what has been pinned since."""
+        self._tiers.has_new_pins = False
+        for sequence in [s for s in self._sequences.values() if s.adapter and not s.adapter.page_ids]:
+            try:
+                self._tiers.check(sequence.adapter)  # type: ignore[arg-type]
+            except AdapterFailed as refusal:
+                self._scheduler.finish(sequence)
+                self._end_with(sequence, refusal)
+
     def _end_with(self, sequence: Sequence, error: LorayError) -> None:
         self._tell(sequence, error=type(error).__name__, message=error.message)
         self._forget(sequence, type(error).__name__)
@@ -285,7 +299,7 @@ class Engine:
         self._num_host_loads += 1
         self._host_load_seconds += prepared.seconds
         if prepared.error:
-            self._fail_adapter(self._tiers.host.failed(prepared.copy), prepared.error)
+            self._fail_adapter(self._tiers.host.failed(prepared.copy, prepared.error), prepared.error)
         else:
             self._tiers.host.arrived(prepared.copy, prepared.num_bytes)
 

@@ -5,6 +5,7 @@ least recently wanted first.
 """
 
 from collections import OrderedDict
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 from loray.deployments.adapters import Adapter
@@ -20,7 +21,9 @@ class _Entry:
 
     @property
     def is_needed(self) -> bool:
-        return not self.is_here or self.adapter.is_pinned or (self.adapter.references > 0 and not self.adapter.page_ids)
+        """It is on its way here, or waits here for its place in the pool."""
+        is_wanted = self.adapter.is_pinned or self.adapter.references > 0
+        return not self.is_here or (is_wanted and not self.adapter.page_ids)
 
 
 class HostTier:
@@ -30,6 +33,7 @@ class HostTier:
         self.num_evictions = 0
         self._page_bytes = page_bytes  # of the rank that needs most
         self._entries: OrderedDict[HostCopy, _Entry] = OrderedDict()  # least recently wanted first
+        self._next: Adapter | None = None  # the first that found no room
         self._prepares: list[HostCopy] = []
         self._drops: list[HostCopy] = []
 
@@ -37,9 +41,13 @@ class HostTier:
     def num_adapters(self) -> int:
         return len(self._entries)
 
-    def can_hold(self, adapter: Adapter) -> bool:
-        """Whether it could be here at all."""
-        return self._most_bytes(adapter) <= self.max_bytes
+    def could_hold(self, adapter: Adapter, pinned: Iterable[Adapter]) -> bool:
+        """Whether there would be room for it if nothing but the pinned adapters was here."""
+        return self._most_bytes(adapter) + self._kept_bytes(adapter, pinned) <= self.max_bytes
+
+    def could_pin(self, adapter: Adapter, pinned: Iterable[Adapter]) -> bool:
+        """Whether that would leave room for others."""
+        return self._most_bytes(adapter) + self._kept_bytes(adapter, pinned) + self._page_bytes <= self.max_bytes
 
     def bytes_of(self, adapter: Adapter) -> int:
         entry = self._entries.get(adapter.host_copy)
@@ -58,11 +66,16 @@ class HostTier:
             self._entries.move_to_end(adapter.host_copy)
             return
         adapter.is_ready = False
-        if not adapter.page_ids and self._make_room(self._most_bytes(adapter)):
-            entry = self._entries[adapter.host_copy] = _Entry(adapter, self._most_bytes(adapter))
-            self.num_bytes += entry.num_bytes
-            adapter.is_in_host = True
-            self._prepares.append(adapter.host_copy)
+        if adapter.page_ids or not self._is_next(adapter):
+            return
+        if not self._make_room(self._most_bytes(adapter)):
+            self._next = adapter
+            return
+        self._next = None
+        entry = self._entries[adapter.host_copy] = _Entry(adapter, self._most_bytes(adapter))
+        self.num_bytes += entry.num_bytes
+        adapter.is_in_host, adapter.error = True, ""
+        self._prepares.append(adapter.host_copy)
 
     def arrived(self, copy: HostCopy, num_bytes: int) -> Adapter:
         """All ranks have it."""
@@ -74,9 +87,11 @@ class HostTier:
             self._remove(copy)
         return entry.adapter
 
-    def failed(self, copy: HostCopy) -> Adapter:
+    def failed(self, copy: HostCopy, reason: str) -> Adapter:
         """Some rank could not read it; those that could forget it."""
-        return self._remove(copy)
+        adapter = self._remove(copy)
+        adapter.error = reason
+        return adapter
 
     def drop(self, adapter: Adapter) -> None:
         """As soon as that is possible. Nothing happens if it is not here."""
@@ -95,6 +110,15 @@ class HostTier:
 
     def _most_bytes(self, adapter: Adapter) -> int:
         return adapter.num_pages * self._page_bytes
+
+    def _kept_bytes(self, adapter: Adapter, pinned: Iterable[Adapter]) -> int:
+        """What the other pinned adapters may take for good, wherever they are now."""
+        return sum(self.bytes_of(other) or self._most_bytes(other) for other in pinned if other is not adapter)
+
+    def _is_next(self, adapter: Adapter) -> bool:
+        """Room that comes free is kept for the first that found none, else small ones would pass a large one forever."""
+        is_waiting = self._next and self._next.references > 0 and not self._next.page_ids
+        return not is_waiting or adapter is self._next
 
     def _make_room(self, num_bytes: int) -> bool:
         missing = self.num_bytes + num_bytes - self.max_bytes

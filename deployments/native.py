@@ -128,7 +128,8 @@ class NativeApi:
             "x-model-id": header_text(self._service.model_id),
         }
         if request.adapter:
-            source = request.adapter.source or self._service.args.adapters.default_source
+            scheme, is_url, _ = request.adapter_id.partition("://")
+            source = request.adapter.source or (scheme if is_url else self._service.args.adapters.default_source)
             merge = request.adapter.merge
             adapter_ids = ",".join(merge.adapter_ids) if merge else request.adapter_id
             headers |= {"x-adapter-id": header_text(adapter_ids), "x-adapter-source": source}

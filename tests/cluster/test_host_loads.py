@@ -3,6 +3,8 @@
 import threading
 from queue import SimpleQueue
 
+import pytest
+
 from loray.cluster.host_loads import NUM_READERS, HostLoader, HostReports, Prepared
 from loray.models.adapter import AdapterError
 from loray.models.step import HostCopy, Step
@@ -12,14 +14,15 @@ class Memory:
     def __init__(self, num_bytes: int) -> None:
         self.num_bytes = num_bytes
         self.held: set[tuple[str, str]] = set()
+        self.torn: set[str] = set()
         self.door = threading.Event()
         self.door.set()
 
     def prepare(self, path: str, signature: str) -> int:
         if path == "slow":
             assert self.door.wait(30)
-        if path == "torn":
-            raise AdapterError("torn: cannot be read")
+        if path == "torn" or path in self.torn:
+            raise AdapterError(f"{path}: cannot be read")
         if path == "bug":
             raise ZeroDivisionError("bug")
         self.held.add((path, signature))
@@ -59,6 +62,14 @@ def test_an_adapter_is_there_when_every_rank_has_read_it() -> None:
     assert all(memory.held == {("slow", "s"), ("a", "s")} for memory in ranks.memories)
     ranks.step(drops=["a"])
     assert all(memory.held == {("slow", "s")} for memory in ranks.memories)
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_what_one_rank_can_not_read_has_failed(rank: int) -> None:
+    ranks = Ranks()
+    ranks.memories[rank].torn = {"half"}
+    ranks.step(["half"])
+    assert "half" in ranks.next().error
 
 
 def test_a_failure_of_any_kind_is_reported_and_the_next_is_read() -> None:

@@ -47,8 +47,18 @@ class Server:
             adapter=AdapterRef(adapter_id=adapter) if adapter else None,
             pooling=pooling,
         )
-        version = Adapter(adapter, adapter, adapter, num_pages) if adapter else None
-        sequence = Sequence(request, version, NOBODY, self.arrivals)
+        return self._add(request, Adapter(adapter, adapter, adapter, num_pages) if adapter else None)
+
+    def add_version(self, adapter_id: str, version: str, prompt: list[int], max_new_tokens: int) -> Sequence:
+        """A request of one version of an adapter, whose files are named like the version."""
+        ref = AdapterRef(adapter_id=adapter_id)
+        request = GenerationRequest(
+            request_id=str(self.arrivals), prompt_ids=prompt, max_new_tokens=max_new_tokens, sampling=Sampling(), adapter=ref
+        )
+        return self._add(request, Adapter(adapter_id, version, version, 1))
+
+    def _add(self, request: GenerationRequest, adapter: Adapter | None) -> Sequence:
+        sequence = Sequence(request, adapter, NOBODY, self.arrivals)
         self.arrivals += 1
         self.scheduler.add(sequence)
         return sequence

@@ -9,6 +9,7 @@ from typing import Any
 import msgspec
 import pytest
 
+from loray.deployments import adapter_service
 from loray.deployments.adapter_records import AdapterChange, AdapterSet
 from loray.deployments.adapter_service import AdapterService
 from loray.deployments.adapter_status import AdapterStatus
@@ -151,7 +152,7 @@ def test_load_is_through_when_the_ranks_have_it_and_says_why_when_it_fails(
     async def work() -> dict[str, AdapterStatus]:
         await service.load(ref("large"))
         steps.lost_paths = {str(root / "small")}
-        for adapter_id, reason in (("small", "could not be read"), ("huge", "rank pages"), ("nobody", "nobody")):
+        for adapter_id, reason in (("small", "torn"), ("huge", "rank pages"), ("nobody", "nobody")):
             with pytest.raises(AdapterFailed, match=reason):
                 await service.load(ref(adapter_id))
         return await statuses(service)
@@ -214,5 +215,147 @@ def test_a_reload_looks_again_and_a_pin_that_is_taken_back_is_gone(service: Adap
         assert new.version != old and new.is_pinned and new.state == "host"
         await service.apply(msgspec.msgpack.encode(AdapterSet().snapshot()))
         assert not (await settled(service, "small")).is_pinned
+
+    run(work())
+
+
+def test_many_who_wait_for_one_download_take_one_thread(root: Path, tmp_path: Path, engine: Engine) -> None:
+    class Slow(Store):
+        num_searches = 0
+
+        def is_local(self, ref: AdapterRef) -> bool:
+            return False
+
+        def find(self, ref: AdapterRef) -> Adapter:
+            self.num_searches += 1
+            return super().find(ref)
+
+    store = Slow(root, tmp_path / "cache")
+    service = AdapterService(store, engine, max_waiting=1000, page_bytes=PAGE_BYTES)
+
+    async def work() -> None:
+        store.held = "large"
+        waiting = [asyncio.create_task(service.find(ref("large"))) for _ in range(500)]
+        assert (await service.find(ref("small"))).rank == 4
+        waiting[0].cancel()
+        store.door.set()
+        found = await asyncio.gather(*waiting[1:])
+        assert {adapter.rank for adapter in found} == {16} and store.num_searches == 2
+
+    run(work())
+
+
+def test_equal_files_in_two_places_are_two_adapters(service: AdapterService, root: Path) -> None:
+    save_folder(root / "twin", 4)
+
+    async def work() -> None:
+        admin = Admin(service)
+        await admin.change("load", "small")
+        await admin.change("load", "twin", is_pinned=True)
+        assert (await settled(service, "small")).state == (await settled(service, "twin")).state == "host"
+        await admin.change("unload", "small")
+        await gone(service, "small")
+        twin = (await statuses(service))["twin"]
+        assert twin.is_pinned and twin.state == "host"
+
+    run(work())
+
+
+def test_a_folder_has_one_name_however_it_is_written(service: AdapterService) -> None:
+    async def work() -> None:
+        adapters = [await service.find(ref(name)) for name in ("small", "small/.", "./small", "small//")]
+        assert {(adapter.adapter_id, adapter.version) for adapter in adapters} == {("small", adapters[0].version)}
+        assert set(await statuses(service)) == {"small"}
+
+    run(work())
+
+
+@pytest.mark.parametrize("action", ["unload", "unpin"])
+def test_what_admins_take_back_while_it_loads_is_taken_back(service: AdapterService, store: Store, action: str) -> None:
+    async def work() -> None:
+        admin = Admin(service)
+        store.held = "small"
+        await admin.change("load", "small", is_pinned=True)
+        await admin.change(action, "small")
+        store.door.set()
+        while service._tasks:
+            await asyncio.sleep(0.01)
+        known = (await statuses(service)).get("small")
+        assert not (known and known.is_pinned) and (action == "unpin" or not (known and known.host_bytes))
+
+    run(work())
+
+
+def test_one_that_is_wanted_again_before_it_has_left_stays(service: AdapterService, store: Store) -> None:
+    async def work() -> None:
+        admin = Admin(service)
+        await admin.change("load", "small")
+        await settled(service, "small")
+        adapter = await service.find(ref("small"))
+        tiers_adapter = await service._ask(lambda tiers: tiers.table.acquire(adapter))
+        await admin.change("unload", "small")
+        await admin.change("load", "small", is_pinned=True)
+        assert (await settled(service, "small")).is_pinned
+        await service._ask(lambda tiers: (tiers.table.release(tiers_adapter), tiers.free_unused(tiers_adapter)))
+        status = (await statuses(service))["small"]
+        assert (status.state, status.is_pinned, status.host_bytes) == ("host", True, PAGE_BYTES) and not store.removed
+
+    run(work())
+
+
+def test_a_pin_holds_for_the_next_version_too(service: AdapterService, root: Path) -> None:
+    async def work() -> None:
+        admin = Admin(service)
+        await admin.change("load", "small", is_pinned=True)
+        await settled(service, "small")
+        save_folder(root / "small", 8, seed=1)
+        adapter = await service.find(ref("small"))
+        while service._tasks:
+            await asyncio.sleep(0.01)
+        status = (await statuses(service))["small"]
+        assert status.version == adapter.version and status.is_pinned
+
+    run(work())
+
+
+def test_a_late_search_does_not_bring_back_an_old_version(service: AdapterService, store: Store, root: Path) -> None:
+    async def work() -> None:
+        store.held = "small"
+        late = asyncio.create_task(service.find(ref("small")))
+        await asyncio.sleep(0.05)
+        store.held = ""
+        new = await service.find(ref("small"))
+        save_folder(root / "small", 8, seed=1)
+        store.door.set()
+        await late
+        assert (await statuses(service))["small"].version == new.version
+
+    run(work())
+
+
+def test_only_what_nobody_wants_is_forgotten(service: AdapterService, root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(adapter_service, "MAX_REMEMBERED", 3)
+    for i in range(8):
+        save_folder(root / f"a{i}", 4, seed=i)
+
+    async def work() -> None:
+        admin = Admin(service)
+        await admin.change("load", "small", is_pinned=True)
+        await settled(service, "small")
+        for i in range(8):
+            await service.find(ref(f"a{i}"))
+        known = await statuses(service)
+        assert len(known) == 3 and known["small"].is_pinned
+
+    run(work())
+
+
+def test_a_new_replica_leaves_alone_what_others_have_unloaded(service: AdapterService, store: Store) -> None:
+    async def work() -> None:
+        records = AdapterSet()
+        records.change(AdapterChange(action="load", ref=ref("small")))
+        records.change(AdapterChange(action="unload", ref=ref("small")))
+        await service.apply(msgspec.msgpack.encode(records.snapshot()))
+        assert not store.removed
 
     run(work())

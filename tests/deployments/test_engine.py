@@ -306,3 +306,33 @@ def test_a_pinned_adapter_stays_and_what_no_longer_fits_beside_it_is_refused(cli
     engine.call(lambda tiers: tiers.unpin("pinned")).result(5)
     client.submit("big again", [1], adapter=Adapter("big", "big", "big", 3))
     assert client.tokens("big again") == greedy("big", [1], 8)
+
+
+def test_pins_leave_room_in_host_memory_and_who_waits_for_what_they_took_is_told(
+    client: Client, steps: RankInProcess, engine: Engine
+) -> None:
+    steps.gate.clear()
+    client.submit("runs", [1], adapter=Adapter("x", "x", "x", 1))
+    client.submit("waits", [1], adapter=Adapter("wide", "wide", "wide", NUM_PAGES))
+    engine.call(lambda tiers: tiers.pin(Adapter("x", "x", "x", 1))).result(5)
+    assert "pinned" in client.finish("waits")[-1].message
+    with pytest.raises(AdapterFailed, match="cannot be pinned"):
+        engine.call(lambda tiers: tiers.pin(Adapter("w", "w", "w", 3))).result(5)
+    steps.gate.set()
+    assert client.tokens("runs") == greedy("x", [1], 8)
+    engine.call(lambda tiers: tiers.pin(Adapter("y", "y", "y", 2))).result(5)
+    client.submit("other", [1], adapter=Adapter("z", "z", "z", 1))
+    assert client.tokens("other") == greedy("z", [1], 8)
+    engine.call(lambda tiers: tiers.unload("y")).result(5)
+    engine.call(lambda tiers: tiers.pin(Adapter("q", "q", "q", 2))).result(5)  # unloading has taken the pin back
+
+
+def test_who_does_not_wait_for_the_engines_answer_harms_nobody(client: Client, engine: Engine) -> None:
+    held, go = threading.Event(), threading.Event()
+    engine.call(lambda tiers: (held.set(), go.wait(5)))
+    assert held.wait(5)
+    cancelled = engine.call(lambda tiers: tiers.places([]))
+    assert cancelled.cancel()
+    go.set()
+    client.submit("r", [1])
+    assert client.tokens("r") == greedy("", [1], 8)

@@ -98,11 +98,35 @@ def test_a_failed_one_leaves_nothing_and_can_be_tried_again() -> None:
     tier, a = HostTier(10, PAGE), adapter("a")
     tier.want(a)
     tier.take_orders()
-    assert tier.failed(a.host_copy) is a
+    assert tier.failed(a.host_copy, "torn") is a and a.error == "torn"
     assert names(tier.take_orders()[1]) == ["a"] and tier.num_bytes == 0
     tier.want(a)
     assert names(tier.take_orders()[0]) == ["a"]
 
 
-def test_what_could_never_be_held_is_known() -> None:
-    assert HostTier(30, PAGE).can_hold(adapter("a", 3)) and not HostTier(29, PAGE).can_hold(adapter("a", 3))
+def test_what_could_never_be_held_beside_the_pinned_is_known() -> None:
+    assert HostTier(30, PAGE).could_hold(adapter("a", 3), []) and not HostTier(29, PAGE).could_hold(adapter("a", 3), [])
+    tier, pinned = HostTier(40, PAGE), adapter("pinned", 2)
+    assert tier.could_hold(adapter("a", 2), [pinned]) and not tier.could_hold(adapter("a", 3), [pinned])
+    assert tier.could_pin(adapter("a", 1), [pinned]) and not tier.could_pin(adapter("a", 2), [pinned]), "nothing would be left"
+    hold(tier, pinned)
+    tier.drop(pinned)
+    tier.want(pinned)
+    tier.take_orders()
+    tier.arrived(pinned.host_copy, 5)
+    assert tier.could_hold(adapter("a", 3), [pinned]), "it takes less than it might have"
+
+
+def test_a_large_one_is_not_passed_by_small_ones_for_ever() -> None:
+    tier = HostTier(30, PAGE)
+    small = [adapter(str(i), references=1) for i in range(3)]
+    hold(tier, *small)
+    large = adapter("large", 3, references=1)
+    tier.want(large)
+    for one in small:
+        one.page_ids = [1]
+        late = adapter(f"late{one.version}", references=1)
+        tier.want(late)
+        assert not tier.is_loading(late), "room that comes free is kept for the large one"
+    tier.want(large)
+    assert names(tier.take_orders()[0]) == ["large"]

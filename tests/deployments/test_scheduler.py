@@ -6,7 +6,7 @@ import pytest
 from loray.deployments.sequence import Sequence
 from loray.models.step import Pooling
 from tests.deployments.simulated_rank import embedding, greedy
-from tests.deployments.stepped_scheduler import Server
+from tests.deployments.stepped_scheduler import BLOCK, Server
 
 
 def output(sequence: Sequence) -> list[int]:
@@ -266,3 +266,16 @@ def test_random_traffic_gets_the_oracles_tokens_and_leaves_nothing_behind(seed: 
         expected = greedy(request.adapter_id, request.prompt_ids, request.max_new_tokens, eos_id=3)
         assert output(sequence) == expected if sequence.finish_reason else output(sequence) == expected[: sequence.num_output]
     server.assert_empty()
+
+
+def test_two_versions_of_an_adapter_share_no_prefix() -> None:
+    server = Server(num_pages=8)
+    prompt = list(range(4 * BLOCK))
+    for version in ("v1", "v2"):
+        sequence = server.add_version("same id", version, prompt, 4)
+        server.run()
+        assert output(sequence) == greedy(version, prompt, 4)
+    assert server.scheduler.num_cached_tokens == 0, "what the first computed is of no use to the second"
+    server.add_version("same id", "v2", prompt, 4)
+    server.run()
+    assert server.scheduler.num_cached_tokens == 3 * BLOCK

@@ -23,7 +23,7 @@ from tests.models.tiny_llama import save_adapter, save_llama
 
 pytestmark = pytest.mark.slow
 
-PROMPT = "hello world, this is"
+PROMPT = "hello world, this is a prompt that is longer than one block of the cache, so that its beginning could be found again there"
 PAGE_BYTES = 44_096  # of the tiny model: 8 ranks of all its linears in float32
 NUM_PAGES, NUM_HOST_PAGES = 20, 40
 RANKS = (4, 8, 12, 20, 32, 64)

@@ -1,0 +1,97 @@
+"""Finds adapters for requests: in threads, so that a slow download holds up nobody else, and each once, however many wait for it.
+
+Lives on the driver's event loop. Knows neither tiers nor Ray.
+"""
+
+import asyncio
+import hashlib
+from collections import Counter
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from typing import Protocol, TypeVar
+
+from loray.deployments.adapters import Adapter
+from loray.deployments.errors import Overloaded
+from loray.deployments.request import AdapterRef, MergeRecipe
+
+T = TypeVar("T")
+
+NUM_FINDERS = 256  # downloads and merges at once; most of the time few
+NUM_LOOKERS = 8  # for what is on this node
+
+
+class Store(Protocol):
+    """Where adapters come from. Blocking; any thread may call this."""
+
+    def find(self, ref: AdapterRef) -> Adapter: ...
+    def merged(self, name: str, parts: list[Adapter], recipe: MergeRecipe) -> Adapter: ...
+    def is_local(self, ref: AdapterRef) -> bool: ...
+    def named(self, ref: AdapterRef) -> AdapterRef: ...
+    def forget(self, ref: AdapterRef) -> None: ...
+    def remove(self, ref: AdapterRef) -> None: ...
+    def disk_bytes(self, ref: AdapterRef) -> int: ...
+    def is_private(self, ref: AdapterRef) -> bool: ...
+    def names(self) -> list[str]: ...
+
+
+class AdapterFinder:
+    def __init__(self, store: Store, max_waiting: int) -> None:
+        self._store = store
+        self._max_waiting = max_waiting  # for one adapter
+        self._finders = ThreadPoolExecutor(NUM_FINDERS, "adapter-finder")
+        self._lookers = ThreadPoolExecutor(NUM_LOOKERS, "adapter-looker")
+        self._searches: dict[AdapterRef, asyncio.Task[Adapter]] = {}  # of those that may take long
+        self._num_waiting: Counter[str] = Counter()  # requests, by adapter id
+
+    async def find(self, ref: AdapterRef) -> Adapter:
+        """The adapter as it is to be served now; its version tells apart equal files of different places. Raises a LorayError."""
+        if self._num_waiting[ref.adapter_id] >= self._max_waiting:
+            num_waiting = self._num_waiting[ref.adapter_id]
+            raise Overloaded(f"{num_waiting} requests wait for adapter {ref.adapter_id!r} to be found; try again")
+        self._num_waiting[ref.adapter_id] += 1
+        try:
+            return await asyncio.shield(self._searches.get(ref) or self._start(ref))
+        finally:
+            self._num_waiting[ref.adapter_id] -= 1
+            if not self._num_waiting[ref.adapter_id]:
+                del self._num_waiting[ref.adapter_id]
+
+    async def forget(self, ref: AdapterRef) -> None:
+        """Who asks from now on gets what the source has now."""
+        for running in [running for running in self._searches if running.adapter_id == ref.adapter_id]:
+            del self._searches[running]
+        await self.look(lambda: self._store.forget(ref))
+
+    def look(self, work: Callable[[], T]) -> "asyncio.Future[T]":
+        """For questions that need no source."""
+        return asyncio.get_running_loop().run_in_executor(self._lookers, work)
+
+    def _start(self, ref: AdapterRef) -> "asyncio.Task[Adapter]":
+        search = asyncio.create_task(self._merged(ref, ref.merge) if ref.merge else self._found(ref))
+        if ref.merge or not self._store.is_local(ref):  # a folder is looked at anew each time: it may have changed
+            self._searches[ref] = search
+        search.add_done_callback(lambda search: self._end(ref, search))
+        return search
+
+    def _end(self, ref: AdapterRef, search: "asyncio.Task[Adapter]") -> None:
+        if self._searches.get(ref) is search:
+            del self._searches[ref]
+        if not search.cancelled():
+            search.exception()  # told to those who wait, if there are any left
+
+    async def _found(self, ref: AdapterRef) -> Adapter:
+        executor = self._lookers if self._store.is_local(ref) else self._finders
+        adapter = await asyncio.get_running_loop().run_in_executor(executor, lambda: self._store.find(ref))
+        return _of_its_place(adapter)
+
+    async def _merged(self, ref: AdapterRef, recipe: MergeRecipe) -> Adapter:
+        refs = [AdapterRef(adapter_id=part, source=ref.source, api_token=ref.api_token) for part in recipe.adapter_ids]
+        parts = [await self._found(part) for part in refs]
+        work = asyncio.get_running_loop().run_in_executor(self._finders, lambda: self._store.merged(ref.adapter_id, parts, recipe))
+        return _of_its_place(await work)
+
+
+def _of_its_place(adapter: Adapter) -> Adapter:
+    """Unloading one of two adapters with equal files must leave the other alone."""
+    adapter.version = hashlib.blake2b(f"{adapter.path}\0{adapter.version}".encode(), digest_size=16).hexdigest()
+    return adapter
