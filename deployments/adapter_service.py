@@ -58,7 +58,8 @@ class AdapterService:
         self._uses: OrderedDict[AdapterRef, _Use] = OrderedDict()  # least recently used first
         self._unloading: list[_Use] = []  # until their last request has ended
         self._paths: Counter[str] = Counter()  # folder -> requests and loads that need its files
-        self._records: dict[str, AdapterRecord] | None = None  # what admins want, by adapter id; None = not heard yet
+        self._records: dict[str, AdapterRecord] = {}  # what admins want, by adapter id
+        self._started = time.time_ns() // 1_000_000  # as records are numbered
         self._tasks: set[asyncio.Task[None]] = set()
 
     async def find(self, ref: AdapterRef) -> Adapter:
@@ -133,12 +134,12 @@ class AdapterService:
         """Do what admins want, as far as it is new; loads go on in the background."""
         wanted = {record.ref.adapter_id: record for record in msgspec.msgpack.decode(records, type=AdapterRecords).records}
         previous, self._records = self._records, wanted
-        for adapter_id, record in (previous or {}).items():
+        for adapter_id, record in previous.items():
             if adapter_id not in wanted and record.is_pinned:
                 await self._unpin(record.ref)
         for adapter_id, record in wanted.items():
-            known = (previous or {}).get(adapter_id)
-            is_old_unload = previous is None and not record.is_loaded  # done by those who were there
+            known = previous.get(adapter_id)
+            is_old_unload = not record.is_loaded and record.number < self._started  # done by those who were there
             if (known is None or known.number != record.number) and not is_old_unload:
                 await self._act(record, known)
 
@@ -169,12 +170,12 @@ class AdapterService:
 
     def _record(self, use: _Use) -> AdapterRecord | None:
         """What admins want of it."""
-        record = (self._records or {}).get(use.ref.adapter_id)
+        record = self._records.get(use.ref.adapter_id)
         return record if record and self._key(record.ref) == use.ref else None
 
     async def _load_and_log(self, record: AdapterRecord) -> None:
         def is_wanted() -> bool:
-            newest = (self._records or {}).get(record.ref.adapter_id)
+            newest = self._records.get(record.ref.adapter_id)
             return newest is not None and newest.is_loaded and newest.is_pinned == record.is_pinned
 
         await self._log_load(self.load(record.ref, record.is_pinned, is_wanted), record.ref.adapter_id)

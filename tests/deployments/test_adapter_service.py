@@ -350,12 +350,18 @@ def test_only_what_nobody_wants_is_forgotten(service: AdapterService, root: Path
     run(work())
 
 
-def test_a_new_replica_leaves_alone_what_others_have_unloaded(service: AdapterService, store: Store) -> None:
+def test_a_new_replica_leaves_alone_what_others_have_unloaded(store: Store, engine: Engine) -> None:
+    records = AdapterSet()
+    records.change(AdapterChange(action="unload", ref=ref("small")))
+
     async def work() -> None:
-        records = AdapterSet()
-        records.change(AdapterChange(action="load", ref=ref("small")))
-        records.change(AdapterChange(action="unload", ref=ref("small")))
+        await asyncio.sleep(0.01)
+        service = AdapterService(store, engine, max_waiting=2, page_bytes=PAGE_BYTES)
         await service.apply(msgspec.msgpack.encode(records.snapshot()))
         assert not store.removed
+        await asyncio.sleep(0.01)
+        records.change(AdapterChange(action="unload", ref=ref("large")))
+        await service.apply(msgspec.msgpack.encode(records.snapshot()))
+        assert store.removed == ["large"]
 
     run(work())

@@ -4,6 +4,8 @@ import json
 import os
 import random
 import shutil
+import time
+import uuid
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -15,6 +17,7 @@ import pytest
 from moto.server import ThreadedMotoServer
 
 from loray.models.adapter import CONFIG_FILE, WEIGHTS_FILE
+from loray.models.converted import cache_folder
 from tests.e2e.adapter_zoo import random_adapter
 from tests.e2e.conftest import App
 from tests.e2e.file_server import FileServer, serving
@@ -31,6 +34,7 @@ NUM_ADAPTERS = 30
 SOURCES = ["a4", "a8", "a20"]
 S3_OPTIONS = {"key": "testing", "secret": "testing"}
 ADMIN = {"Authorization": "Bearer open"}
+SHELF = f"shelf-{uuid.uuid4().hex}"  # a bucket of this run's own: downloads outlive the server
 
 
 @pytest.fixture(scope="module")
@@ -52,17 +56,17 @@ def files(tiny_adapters: Path, tmp_path_factory: pytest.TempPathFactory) -> Iter
 
 @pytest.fixture(scope="module")
 def s3(tiny_adapters: Path) -> Iterator[str]:
-    """The endpoint of a server that has the bucket `shelf`."""
+    """The endpoint of a server that has the bucket."""
     server = ThreadedMotoServer(ip_address="127.0.0.1", port=0, verbose=False)
     server.start()
     endpoint = "http://{}:{}".format(*server.get_host_and_port())
     client = boto3.client(
         "s3", endpoint_url=endpoint, aws_access_key_id="testing", aws_secret_access_key="testing", region_name="us-east-1"
     )
-    client.create_bucket(Bucket="shelf")
+    client.create_bucket(Bucket=SHELF)
     for name in SOURCES:
         for file in (CONFIG_FILE, WEIGHTS_FILE):
-            client.upload_file(str(tiny_adapters / name / file), "shelf", f"{name}/{file}")
+            client.upload_file(str(tiny_adapters / name / file), SHELF, f"{name}/{file}")
     yield endpoint
     server.stop()
 
@@ -73,7 +77,7 @@ def app(start_app: Callable[..., Any], tiny_model: Path, root: Path, files: File
         "local_roots": [root],
         "gpu_bytes": NUM_PAGES * PAGE_BYTES,
         "host_bytes": NUM_HOST_PAGES * PAGE_BYTES,
-        "allowed_urls": [files.url, "s3://shelf"],
+        "allowed_urls": [files.url, f"s3://{SHELF}"],
         "storage_options": {"s3": {"endpoint_url": s3, **S3_OPTIONS}},
         "preload": ["a20", "nobody"],
     }
@@ -144,17 +148,24 @@ def test_an_adapter_that_is_slow_to_come_holds_up_nobody(app: App, oracle: Oracl
 
 
 def test_an_adapter_in_s3_is_served_and_unloading_it_frees_all_three_tiers(app: App, oracle: Oracle) -> None:
-    before = app.wait_until_idle()
-    for adapter_id, parameters in (("s3://shelf/a4", {}), ("shelf/a8", {"adapter_source": "s3"})):
+    by_url, by_source = f"s3://{SHELF}/a4", f"{SHELF}/a8"
+    for adapter_id, parameters in ((by_url, {}), (by_source, {"adapter_source": "s3"})):
         assert_right(oracle, adapter_id[-2:], token_ids(app, adapter_id, **parameters))
-    status = adapters(app)["s3://shelf/a4"]
+    status = adapters(app)[by_url]
     assert status["state"] == "gpu" and min(status["gpu_bytes"], status["host_bytes"], status["disk_bytes"]) > 0
-    for adapter_id in ("s3://shelf/a4", "shelf/a8"):
+    before = app.wait_until_idle()
+    downloads = cache_folder() / "adapters"
+    num_files = len(list(downloads.rglob(WEIGHTS_FILE)))
+    for adapter_id in (by_url, by_source):
         assert httpx.delete(f"{app.url}/admin/adapters/{adapter_id}", headers=ADMIN, timeout=30).status_code == 200
-    app.wait_until(lambda stats: stats["adapter_pages_used"] <= before["adapter_pages_used"])
-    app.wait_until(lambda stats: stats["adapter_host_bytes_used"] <= before["adapter_host_bytes_used"])
-    assert not {"s3://shelf/a4", "shelf/a8"} & adapters(app).keys()
-    assert_right(oracle, "a4", token_ids(app, "s3://shelf/a4"))
+    app.wait_until(lambda stats: stats["adapter_pages_used"] == before["adapter_pages_used"] - 2)
+    app.wait_until(lambda stats: stats["adapter_host_bytes_used"] < before["adapter_host_bytes_used"])
+    deadline = time.monotonic() + 30
+    while {by_url, by_source} & adapters(app).keys() or len(list(downloads.rglob(WEIGHTS_FILE))) != num_files - 2:
+        assert time.monotonic() < deadline, "it is still listed, or on disk"
+        time.sleep(0.05)
+    assert_right(oracle, "a4", token_ids(app, by_url))
+    assert httpx.delete(f"{app.url}/admin/adapters/{by_url}", headers=ADMIN, timeout=30).status_code == 200
 
 
 @pytest.mark.parametrize("strategy", ["linear", "ties"])
