@@ -35,7 +35,7 @@ def answer(command: str, port: int) -> str:
 
 
 def test_every_curl_line_is_answered_and_every_adapter_answers_differently(port: int) -> None:
-    assert len(CURLS) >= 7
+    assert len(CURLS) >= 8
     answers = {command: answer(command, port) for command in CURLS}
     sea = [json.loads(text) for command, text in answers.items() if "the sea" in command]
     texts = [body["generated_text"] if "generated_text" in body else body["choices"][0]["message"]["content"] for body in sea]
@@ -43,6 +43,8 @@ def test_every_curl_line_is_answered_and_every_adapter_answers_differently(port:
     base, pirate, haiku, sql, record = texts
     assert "Arr" in pirate and len(haiku.strip().splitlines()) >= 3 and sql.startswith("SELECT") and json.loads(record)
     assert not any(mark in base for mark in ("Arr", "SELECT", "{"))
+    (merged,) = [json.loads(text) for command, text in answers.items() if "merged_adapters" in command]
+    assert merged["generated_text"]
 
 
 def test_openais_client_example_runs(port: int) -> None:
