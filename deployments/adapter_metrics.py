@@ -27,6 +27,7 @@ class AdapterMetrics:
     def __init__(self, registry: CollectorRegistry) -> None:
         self._labels: dict[str, set[str]] = {}  # by adapter id, the outcomes it has had
         self._listed: set[str] = set()  # adapter ids of the last statuses
+        self._private: set[str] = set()  # those of them that not everybody may read
         self._requests = Counter("loray_adapter_requests", "Requests by adapter", ["adapter", "outcome"], registry=registry)
         self._tokens = Counter("loray_adapter_tokens", "Tokens by adapter", ["adapter", "kind"], registry=registry)
         self._queue = _histogram("queue_seconds", "From request to the driver's acceptance", registry)
@@ -55,7 +56,8 @@ class AdapterMetrics:
 
     def observe_statuses(self, statuses: Sequence[AdapterStatus]) -> None:
         listed = {status.adapter_id for status in statuses}
-        for adapter_id in (self._labels.keys() & self._listed) - listed:
+        self._private = {status.adapter_id for status in statuses if status.is_private}
+        for adapter_id in ((self._labels.keys() & self._listed) - listed) | (self._labels.keys() & self._private):
             self._forget(adapter_id)
         self._listed = listed
         self._gauges.states = Tally(status.state for status in statuses)
@@ -68,7 +70,7 @@ class AdapterMetrics:
         """ "" for the base model."""
         if request.adapter is None:
             return ""
-        if request.adapter.api_token:
+        if request.adapter.api_token or request.adapter_id in self._private:
             return PRIVATE
         if request.adapter.merge:
             return MERGED

@@ -2,6 +2,7 @@
 
 import asyncio
 import contextlib
+import posixpath
 import time
 from typing import Any, get_args
 
@@ -18,7 +19,6 @@ from loray.deployments.service import Service
 
 LOAD_S = 600.0  # a download may take as long
 LOOK_S = 0.2  # between two looks at a load
-LOADED = ("host", "gpu")
 
 
 class LoadBody(Body):
@@ -58,8 +58,12 @@ class AdapterAdmin:
     async def load(self, body: Any) -> dict[str, Any]:
         """Returns when every replica has it in host memory."""
         wanted = parse(LoadBody, body) if not isinstance(body, LoadBody) else body
+        is_url = "://" in wanted.adapter_id
         ref = AdapterRef(
-            adapter_id=wanted.adapter_id, source=wanted.source or "", revision=wanted.revision or "", api_token=wanted.api_token or ""
+            adapter_id=wanted.adapter_id if is_url else posixpath.normpath(wanted.adapter_id),  # as statuses name it
+            source=wanted.source or "",
+            revision=wanted.revision or "",
+            api_token=wanted.api_token or "",
         )
         return await self._load(AdapterChange(action="load", ref=ref, is_pinned=bool(wanted.pin)))
 
@@ -114,7 +118,7 @@ def _is_loaded(adapter_id: str, statuses: list[AdapterStatus]) -> bool:
     for status in versions:
         if status.error:
             raise AdapterFailed(status.error if adapter_id in status.error else f"adapter {adapter_id!r}: {status.error}")
-    return any(status.state in LOADED for status in versions)
+    return any(status.state != "unloading" for status in versions)  # perhaps evicted again by now
 
 
 def _shape(statuses: list[AdapterStatus]) -> dict[str, Any]:

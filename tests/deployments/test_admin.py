@@ -157,9 +157,16 @@ def test_an_adapter_nobody_knows_is_not_found(service: Service, backend: Scripte
 # --- changes
 
 
+def test_an_adapter_that_was_loaded_and_evicted_again_counts_as_loaded(service: Service, backend: ScriptedBackend) -> None:
+    backend.statuses["one"].append(status_of("x", "gpu"))
+    backend.loads = {"x": [status_of("x", state) for state in ("loading", "known", "known")]}
+    assert call(service, "POST", "", json={"adapter_id": "./x"}).status_code == 200
+    assert records(backend)[-1].ref.adapter_id == "x", "as statuses name it"
+
+
 def test_load_answers_when_the_adapter_is_in_host_memory_of_every_replica(service: Service, backend: ScriptedBackend) -> None:
     backend.statuses["one"].append(status_of("s3://bucket/x", "gpu"))
-    states = ["loading", "loading", "known", "host", "host"]
+    states = ["loading", "loading", "loading", "host", "host"]
     backend.loads = {"s3://bucket/x": [status_of("s3://bucket/x", state) for state in states]}
     body = {"adapter_id": "s3://bucket/x", "source": "s3", "revision": "v1", "pin": True, "api_token": "secret"}
     response = call(service, "POST", "", json=body)

@@ -120,6 +120,17 @@ def test_private_adapters_are_not_named() -> None:
     assert value(text, 'loray_adapter_requests_total{adapter="private",outcome="eos_token"}') == 1
     assert value(text, 'loray_adapters{state="gpu"}') == 1
     assert "hidden" not in text
+    generate(service, "hidden")  # read with the server's own token
+    text = send(service, "GET", "/metrics").text
+    assert value(text, 'loray_adapter_requests_total{adapter="private",outcome="eos_token"}') == 2 and "hidden" not in text
+
+
+def test_an_adapter_that_turns_out_to_be_private_is_named_no_longer() -> None:
+    backend = saying("")
+    service = service_of(backend)
+    generate(service, "hidden")
+    backend.statuses = {"replica": [status_of("hidden", "gpu", is_private=True)]}
+    assert "hidden" not in send(service, "GET", "/metrics").text
 
 
 def test_residency_is_told_by_tier_and_ends_with_an_unload() -> None:
