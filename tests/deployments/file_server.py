@@ -41,6 +41,21 @@ class Handler(BaseHTTPRequestHandler):
         pass
 
 
+class CutOnce:
+    """A rule: the first download breaks off in the middle."""
+
+    def __init__(self, body: bytes) -> None:
+        self.has_cut = False
+        self._body = body
+
+    def __call__(self, handler: Handler) -> bool:
+        if handler.command != "GET" or self.has_cut:
+            return False
+        self.has_cut = True
+        handler.cut_short(self._body)
+        return True
+
+
 class FileServer(ThreadingHTTPServer):
     """Serves what is in `root`. A rule answers itself and returns True, or lets the server go on."""
 

@@ -6,7 +6,7 @@ import pytest
 from loray.deployments.adapter_sources import Place
 from loray.deployments.errors import AdapterFailed, AdapterNotFound
 from loray.deployments.hub_source import HubSource
-from tests.deployments.file_server import Handler, HubServer
+from tests.deployments.file_server import CutOnce, Handler, HubServer
 from tests.deployments.peft_folder import save_folder
 
 WEIGHTS = "adapter_model.safetensors"
@@ -81,18 +81,9 @@ def test_a_pickle_and_a_repository_without_an_adapter_are_refused(hub: HubServer
 
 def test_a_download_that_is_cut_short_goes_on(tmp_path: Path, hub: HubServer) -> None:
     body = (hub.root / "org" / "small" / WEIGHTS).read_bytes()
-    cuts = [True]
-
-    def cut_once(handler: Handler) -> bool:
-        if handler.command != "GET" or not cuts:
-            return False
-        cuts.pop()
-        handler.cut_short(body)
-        return True
-
-    hub.rules[f"/org/small/resolve/{hub.commit('org/small')}/{WEIGHTS}"] = cut_once
+    hub.rules[f"/org/small/resolve/{hub.commit('org/small')}/{WEIGHTS}"] = cut = CutOnce(body)
     assert fetched(HubSource(), Place("hub", "org/small"), tmp_path / "out")[WEIGHTS] == body
-    assert not cuts
+    assert cut.has_cut
 
 
 def test_a_hub_that_fails_or_is_away_is_an_error_that_does_not_quote_the_token(

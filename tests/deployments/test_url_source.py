@@ -9,7 +9,7 @@ from moto.server import ThreadedMotoServer
 from loray.deployments.adapter_sources import Place
 from loray.deployments.errors import AdapterFailed, AdapterNotFound
 from loray.deployments.url_source import UrlSource
-from tests.deployments.file_server import FileServer, Handler
+from tests.deployments.file_server import CutOnce, FileServer, Handler
 from tests.deployments.peft_folder import save_folder
 
 WEIGHTS = "adapter_model.safetensors"
@@ -140,18 +140,9 @@ def redirect(target: str) -> Callable[[Handler], bool]:
 
 def test_a_download_that_is_cut_short_is_done_again(tmp_path: Path, server: FileServer) -> None:
     body = (tmp_path / "served" / "good" / "small" / WEIGHTS).read_bytes()
-    cuts = [True]
-
-    def cut_once(handler: Handler) -> bool:
-        if handler.command != "GET" or not cuts:
-            return False
-        cuts.pop()
-        handler.cut_short(body)
-        return True
-
-    server.rules[f"/good/small/{WEIGHTS}"] = cut_once
+    server.rules[f"/good/small/{WEIGHTS}"] = cut = CutOnce(body)
     assert fetched(UrlSource([server.url], {}), at(f"{server.url}/good/small"), tmp_path / "out")[WEIGHTS] == body
-    assert not cuts and server.num_gets(WEIGHTS) == 2
+    assert cut.has_cut and server.num_gets(WEIGHTS) == 2
 
 
 def test_a_download_that_is_always_cut_short_fails(tmp_path: Path, server: FileServer) -> None:

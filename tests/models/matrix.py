@@ -129,10 +129,10 @@ def _markdown(rows: list[list[str]]) -> str:
     return "\n".join([lines[0], "|---" * len(rows[0]) + "|", *lines[1:]])
 
 
-def write(text: str) -> None:
-    document = DOCUMENT.read_text(encoding="utf-8")
-    before, rest = document.split(BEGIN)
-    DOCUMENT.write_text(f"{before}{BEGIN}\n{text}\n{END}{rest.split(END)[1]}", encoding="utf-8")
+def write_between(document: Path, begin: str, end: str, text: str) -> None:
+    """Put the text between the two marks of the document."""
+    before, rest = document.read_text(encoding="utf-8").split(begin)
+    document.write_text(f"{before}{begin}\n{text}\n{end}{rest.split(end)[1]}", encoding="utf-8")
 
 
 def main() -> None:
@@ -144,7 +144,7 @@ def main() -> None:
             text = report(matrix)
         finally:
             matrix.close()
-    write(text)
+    write_between(DOCUMENT, BEGIN, END, text)
     sys.exit("| FAILED" in text)
 
 

@@ -14,7 +14,7 @@ import transformers
 
 from loray.models.parallel import Parallel
 from tests.models.families import FAMILIES, Oracle, Saved, config_of, random_model
-from tests.models.matrix import TOLERANCE, Cell, compare
+from tests.models.matrix import TOLERANCE, Cell, compare, write_between
 from tests.models.peft_items import NAMED, NAMES, REFUSALS, items_of, save_item, with_names
 from tests.models.rank_jobs import NUM_ITEM_TOKENS, Played, play_items
 from tests.models.rank_processes import RankGroup
@@ -100,8 +100,7 @@ def main() -> None:
             text = report(matrix)
         finally:
             matrix.close()
-    before, rest = DOCUMENT.read_text(encoding="utf-8").split(BEGIN)
-    DOCUMENT.write_text(f"{before}{BEGIN}\n{text}\n{END}{rest.split(END)[1]}", encoding="utf-8")
+    write_between(DOCUMENT, BEGIN, END, text)
     sys.exit("| FAILED" in text)
 
 
