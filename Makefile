@@ -50,6 +50,7 @@ $(STAMP): pyproject.toml
 	  echo "loray: making .venv" >&2; $(PYTHON) -m venv .venv; }
 	@echo "loray: installing into .venv (the first time takes minutes: torch and Ray are large)" >&2
 	@PIP_DISABLE_PIP_VERSION_CHECK=1 $(BIN)/python -m pip install --quiet --quiet -e '.[test]'
+	@PIP_DISABLE_PIP_VERSION_CHECK=1 $(BIN)/python -m pip install --quiet --quiet --no-deps lorax-client==0.6.3  # it asks for an old huggingface_hub and uses none
 	@mkdir -p .venv/src/loray
 	@for folder in $(FOLDERS); do ln -sfn ../../../$$folder .venv/src/loray/$$folder; done
 	@touch $@

@@ -21,6 +21,7 @@ class GeneratedToken:
     text: str  # what became whole with this token; a special token's own name
     logprob: float  # finite
     is_special: bool
+    alternatives: tuple["GeneratedToken", ...] = ()  # the most probable tokens at its place; none have alternatives themselves
 
 
 @dataclass(frozen=True, slots=True)

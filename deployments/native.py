@@ -25,7 +25,7 @@ from loray.deployments.native_request import (
     sampling_of,
 )
 from loray.deployments.request import GenerationRequest
-from loray.deployments.service import FieldNames, Service
+from loray.deployments.service import FieldNames, Service, Wanted
 
 NAMES = FieldNames(prompt="inputs", max_new_tokens="max_new_tokens")
 PRINTABLE = "".join(map(chr, range(32, 127)))
@@ -59,14 +59,13 @@ class NativeApi:
         prompt_ids = await self._service.tokenizer.encode(body.inputs)
         if parameters.truncate is not None:
             prompt_ids = prompt_ids[-parameters.truncate :]
-        request = self._service.request(
-            prompt_ids,
-            parameters.max_new_tokens,
-            sampling_of(parameters),
-            adapter,
-            bool(parameters.ignore_eos_token),
-            NAMES,
+        wanted = Wanted(
+            sampling=sampling_of(parameters),
+            adapter=adapter,
+            max_new_tokens=parameters.max_new_tokens,
+            ignore_eos=bool(parameters.ignore_eos_token),
         )
+        request = self._service.request(prompt_ids, wanted, NAMES)
         return Call(body.inputs, parameters, request)
 
     async def respond(self, body: GenerateBody, timing: Timing) -> tuple[dict[str, Any], dict[str, str]]:

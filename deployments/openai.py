@@ -26,7 +26,7 @@ from loray.deployments.openai_request import (
 )
 from loray.deployments.openai_shapes import ChatShape, CompletionShape, embeddings_shape, usage_shape
 from loray.deployments.request import GenerationRequest
-from loray.deployments.service import FieldNames, Service
+from loray.deployments.service import FieldNames, Service, Wanted
 
 CHAT_NAMES = FieldNames(prompt="messages", max_new_tokens="max_tokens")
 COMPLETION_NAMES = FieldNames(prompt="prompt", max_new_tokens="max_tokens")
@@ -119,7 +119,8 @@ class OpenAIApi:
 
     def _request(self, body: OpenAIBody, prompt_ids: list[int], max_new_tokens: int | None, names: FieldNames) -> GenerationRequest:
         adapter = body.adapter(self._service.model_id)
-        return self._service.request(prompt_ids, max_new_tokens, body.sampling(), adapter, bool(body.ignore_eos), names)
+        wanted = Wanted(sampling=body.sampling(), adapter=adapter, max_new_tokens=max_new_tokens, ignore_eos=bool(body.ignore_eos))
+        return self._service.request(prompt_ids, wanted, names)
 
     async def _token_ids(self, prompt: str | list[int], name: str) -> list[int]:
         if isinstance(prompt, str):

@@ -46,6 +46,9 @@ class GenerationRequest(msgspec.Struct, frozen=True, kw_only=True):
     sampling: Sampling
     adapter: AdapterRef | None = None  # None = base model
     pooling: Pooling = ""
+    stop_token_ids: list[int] = []  # tokens that end it, beside EOS
+    wants_prompt_logprobs: bool = False
+    deadline_s: float = 0.0  # from acceptance on; 0 = none
 
     @property
     def adapter_id(self) -> str:
@@ -58,16 +61,23 @@ class GenerationRequest(msgspec.Struct, frozen=True, kw_only=True):
         return len(self.prompt_ids) + (0 if self.pooling else self.max_new_tokens)
 
 
+Alternatives = list[tuple[int, float]]  # token ids and their log-probabilities
+
+
 class TokenEvent(msgspec.Struct, frozen=True, array_like=True):
     """Progress of one request. The first event has no tokens and says: accepted. The last has a finish_reason or an error."""
 
     request_id: str
     token_ids: list[int] = []
     logprobs: list[float] = []
-    finish_reason: str = ""  # "length" | "eos_token" | "embedding"
+    finish_reason: str = ""  # "length" | "eos_token" | "stop_token" | "embedding"
     error: str = ""  # class name in errors.py
     message: str = ""  # its message
     embedding: list[float] = []  # the one result of a request that pools; comes with the last event
+    alternatives: list[Alternatives] = []  # of each of token_ids, most probable first; empty when none are wanted
+    prompt_logprobs: list[float] = []  # of each prompt token but the first; comes with the first token when wanted
+    prompt_alternatives: list[Alternatives] = []  # likewise
+    queue_s: float = 0.0  # with the first token: how long it waited for a slot
 
     @property
     def is_last(self) -> bool:

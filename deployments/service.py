@@ -7,6 +7,7 @@ import time
 import uuid
 from collections.abc import AsyncGenerator, Mapping
 from contextlib import aclosing, asynccontextmanager
+from dataclasses import dataclass
 from importlib.metadata import version
 from typing import Any, NamedTuple
 
@@ -31,6 +32,18 @@ class FieldNames(NamedTuple):
 
     prompt: str
     max_new_tokens: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Wanted:
+    """What a request asks of the model, in terms of none of the APIs."""
+
+    sampling: Sampling
+    adapter: AdapterRef | None = None
+    max_new_tokens: int | None = None  # None = what fits
+    ignore_eos: bool = False
+    stop_token_ids: tuple[int, ...] = ()
+    prompt_logprobs: bool = False
 
 
 def random_seed() -> int:
@@ -60,13 +73,10 @@ class Service:
     def request(
         self,
         prompt_ids: list[int],
-        max_new_tokens: int | None,
-        sampling: Sampling,
-        adapter: AdapterRef | None,
-        ignore_eos: bool,
+        wanted: Wanted,
         names: FieldNames,
     ) -> GenerationRequest:
-        """Checks the lengths; None takes what fits."""
+        """Checks the lengths."""
         self._check_prompt(prompt_ids, names.prompt)
         num_prompt = len(prompt_ids)
         fits = self.max_total_tokens - num_prompt
@@ -75,6 +85,7 @@ class Service:
                 f"{names.prompt}: has {num_prompt} tokens, which leaves no room in max_total_tokens, {self.max_total_tokens}",
                 names.prompt,
             )
+        max_new_tokens = wanted.max_new_tokens
         if max_new_tokens is not None and max_new_tokens > fits:
             raise InvalidRequest(
                 f"{names.max_new_tokens}: {num_prompt} input tokens and {max_new_tokens} new tokens"
@@ -85,9 +96,11 @@ class Service:
             request_id=uuid.uuid4().hex,
             prompt_ids=prompt_ids,
             max_new_tokens=fits if max_new_tokens is None else max_new_tokens,
-            ignore_eos=ignore_eos,
-            sampling=sampling,
-            adapter=adapter,
+            ignore_eos=wanted.ignore_eos,
+            sampling=wanted.sampling,
+            adapter=wanted.adapter,
+            stop_token_ids=list(wanted.stop_token_ids),
+            wants_prompt_logprobs=wanted.prompt_logprobs,
         )
 
     def embedding_request(self, prompt_ids: list[int], adapter: AdapterRef | None, name: str) -> GenerationRequest:

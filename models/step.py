@@ -20,6 +20,16 @@ class Sampling(msgspec.Struct, frozen=True, array_like=True):
     top_k: Annotated[int, Meta(ge=0, le=MAX_TOP_K)] = 0  # 0 = off
     top_p: Annotated[float, Meta(gt=0, le=1)] = 1.0  # 1 = off
     seed: Annotated[int, Meta(ge=0)] = 0  # up to 2**63-1, which is all that the wire's integers hold
+    typical_p: Annotated[float, Meta(gt=0, le=1)] = 1.0  # 1 = off
+    repetition_penalty: Annotated[float, Meta(gt=0)] = 1.0  # over prompt and output
+    frequency_penalty: float = 0.0  # for each time a token is in the output
+    presence_penalty: float = 0.0  # for a token that is in the output
+    logit_bias: dict[int, float] = {}  # token id -> added to its logit
+    watermark: bool = False
+    min_new_tokens: Annotated[int, Meta(ge=0)] = 0  # before so many none of stop_ids
+    stop_ids: list[int] = []  # tokens that end the sequence, where the rank must know them
+    grammar: bytes = b""  # a compiled xgrammar grammar: zlib of its JSON; empty = none
+    num_alternatives: Annotated[int, Meta(ge=0)] = 0  # most probable tokens to report beside each new one
 
 
 class Admission(msgspec.Struct, frozen=True, array_like=True):
