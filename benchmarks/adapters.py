@@ -1,6 +1,6 @@
-"""`make bench-adapters`: many adapters, slow downloads and floods against the whole server on this machine's CPU, over HTTP.
+"""`make bench-adapters`: many adapters, slow downloads and floods against the whole server, over HTTP.
 
-Writes benchmarks/results/adapters.json. Says how fast and how fair; whether the tokens are right is for the tests.
+Writes benchmarks/results/adapters.json. Says how fast and how fair, and of zipf whether the tokens are right.
 """
 
 import argparse
@@ -14,8 +14,10 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from benchmarks import adapters_download, adapters_fair, adapters_zipf
-from benchmarks.adapters_server import cluster
+from benchmarks.adapters_server import Served, cluster
 from benchmarks.cpu import machine
 from loray.models.checkpoint import resolve_model
 
@@ -34,10 +36,15 @@ TARGETS = {
 def parse() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--model", default="smollm2-135m", help="a bundled name or a folder")
+    parser.add_argument("--device", default="cpu", choices=("cpu", "cuda"))
+    parser.add_argument("--dtype", default="auto", help="of the model; tokens can be checked in float32 only")
     parser.add_argument("--only", default=",".join(PARTS), help="parts, with commas between them")
     parser.add_argument("--quick", action="store_true", help="a minute or two, to see that it runs; its numbers mean nothing")
     parser.add_argument("--num-adapters", type=int, default=1000)
     parser.add_argument("--num-requests", type=int, help="of zipf; 400, with --quick 60")
+    parser.add_argument(
+        "--check-s", type=float, default=120, help="zipf: seconds for asking PEFT whether tokens are right; needs --dtype float32"
+    )
     parser.add_argument("--period", type=float, default=2.0, help="fair: seconds between two requests of a calm adapter")
     parser.add_argument("--max-running", type=int, default=16, help="fair: the server's scheduler.max_running")
     parser.add_argument("--max-batch-tokens", type=int, default=256, help="fair: the server's scheduler.max_batch_tokens")
@@ -50,16 +57,16 @@ def parse() -> argparse.Namespace:
     return options
 
 
-def run_part(part: str, model: Path, url: str, root: Path, options: argparse.Namespace) -> tuple[dict[str, Any], dict[str, float]]:
+def run_part(part: str, served: Served, url: str, root: Path, options: argparse.Namespace) -> tuple[dict[str, Any], dict[str, float]]:
     """What it measured, and its ratios."""
     print(f"{part} …", flush=True)
     is_quick = options.quick
     if part == "zipf":
         num_requests = options.num_requests or (60 if is_quick else 400)
-        report = adapters_zipf.ZipfBench(model, url, root, options.num_adapters, num_requests).run()
+        report = adapters_zipf.ZipfBench(served, url, root, options.num_adapters, num_requests, options.check_s).run()
         return report, adapters_zipf.ratios(report)
     if part == "download":
-        report = adapters_download.DownloadBench(model, url, root, slow_s=5 if is_quick else 30).run()
+        report = adapters_download.DownloadBench(served, url, root, slow_s=5 if is_quick else 30).run()
         return report, adapters_download.ratios(report)
     args = adapters_fair.FairArgs(
         period_s=options.period,
@@ -69,7 +76,7 @@ def run_part(part: str, model: Path, url: str, root: Path, options: argparse.Nam
         max_batch_tokens=options.max_batch_tokens,
         max_waiting=options.max_waiting,
     )
-    report = adapters_fair.FairBench(model, url, root, args).run()
+    report = adapters_fair.FairBench(served, url, root, args).run()
     return report, adapters_fair.ratios(report)
 
 
@@ -83,7 +90,7 @@ def failures(report: Any, path: str = "") -> list[str]:
 
 def main() -> None:
     options = parse()
-    model = resolve_model(options.model)
+    served = Served(resolve_model(options.model), options.device, options.dtype)
     os.environ["RAY_AUTH_MODE"] = "disabled"  # a cluster of its own that nothing outside this machine can reach
     parts: dict[str, Any] = {}
     ratios: dict[str, float] = {}
@@ -91,14 +98,15 @@ def main() -> None:
         os.environ["XDG_CACHE_HOME"] = folder  # downloads of an earlier run would be there already
         with cluster() as url:
             for part in options.only:
-                parts[part], found = run_part(part, model, url, Path(folder) / part, options)
+                parts[part], found = run_part(part, served, url, Path(folder) / part, options)
                 ratios |= {name: round(value, 3) for name, value in found.items()}
     report = {
         "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
         "command": shlex.join(["python", "-m", "benchmarks.adapters", *sys.argv[1:]]),
         "machine": machine(),
         "versions": {name: version(name) for name in ("loray", "torch", "ray", "transformers")},
-        "model": model.name,
+        "model": served.model.name,
+        "device": torch.cuda.get_device_name() if served.device == "cuda" else "cpu",
         "failures": failures(parts),
         "ratios": ratios,
         **parts,

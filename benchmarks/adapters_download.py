@@ -9,7 +9,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from benchmarks.adapters_server import serving
+from benchmarks.adapters_server import Served, serving
 from benchmarks.adapters_traffic import Answer, Client, Wish, gaps, measured, outcomes, quantiles
 from benchmarks.adapters_zoo import Zoo
 
@@ -26,8 +26,8 @@ Timed = tuple[float, Wish]  # seconds after the start
 class DownloadBench:
     """slow_s is how long the slow download takes; what is measured lasts longer by a third."""
 
-    def __init__(self, model: Path, url: str, root: Path, slow_s: float) -> None:
-        self._model = model
+    def __init__(self, served: Served, url: str, root: Path, slow_s: float) -> None:
+        self._served = served
         self._url = url
         self._local, self._web = root / "local", root / "web"
         self._slow_s = slow_s
@@ -36,7 +36,7 @@ class DownloadBench:
         self._here = [f"here{i}" for i in range(NUM_OTHERS)]
 
     def run(self) -> dict[str, Any]:
-        local, web = Zoo(self._model, self._local), Zoo(self._model, self._web)
+        local, web = Zoo(self._served.model, self._local), Zoo(self._served.model, self._web)
         for name in self._streams[:NUM_ADAPTER_STREAMS]:
             local.add(name, STREAM_RANK)
         for name in self._here:
@@ -46,7 +46,7 @@ class DownloadBench:
             web.add(f"other{i}", OTHER_RANK)
         with _file_server(self._web, "slow", self._slow_s) as files:
             adapters = {"local_roots": [self._local], "allowed_urls": [files]}
-            with serving(self._model, adapters=adapters):
+            with serving(self._served, adapters=adapters):
                 report: dict[str, Any] = measured(self._url, lambda client: self._measure(client, files))
         return {"streams": len(self._streams), "slow_download_s": self._slow_s, **report}
 

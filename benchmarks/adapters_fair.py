@@ -9,7 +9,7 @@ from itertools import count
 from pathlib import Path
 from typing import Any
 
-from benchmarks.adapters_server import serving
+from benchmarks.adapters_server import Served, serving
 from benchmarks.adapters_traffic import TOO_MANY, Answer, Client, Wish, first_tokens, measured, outcomes
 from benchmarks.adapters_zoo import Zoo
 
@@ -31,8 +31,8 @@ class FairArgs:
 
 
 class FairBench:
-    def __init__(self, model: Path, url: str, root: Path, args: FairArgs) -> None:
-        self._model = model
+    def __init__(self, served: Served, url: str, root: Path, args: FairArgs) -> None:
+        self._served = served
         self._url = url
         self._root = root
         self._args = args
@@ -40,13 +40,13 @@ class FairBench:
         self._numbers: Iterator[int] = count()
 
     def run(self) -> dict[str, Any]:
-        zoo = Zoo(self._model, self._root)
+        zoo = Zoo(self._served.model, self._root)
         for name in (*self._calm, "flood"):
             zoo.add(name, RANK)
         args = self._args
         scheduler = {"max_running": args.max_running, "max_batch_tokens": args.max_batch_tokens}
         adapters = {"local_roots": [self._root], "max_waiting": args.max_waiting}
-        with serving(self._model, scheduler=scheduler, adapters=adapters):
+        with serving(self._served, scheduler=scheduler, adapters=adapters):
             report: dict[str, Any] = measured(self._url, self._measure)
         return {"prompt_tokens": NUM_PROMPT, "new_tokens": NUM_NEW, "period_s": args.period_s, "scheduler": scheduler, **report}
 

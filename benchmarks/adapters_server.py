@@ -7,7 +7,7 @@ import time
 from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager, contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import psutil
@@ -38,12 +38,20 @@ def cluster() -> Iterator[str]:
         ray.shutdown()
 
 
+class Served(NamedTuple):
+    """What is measured, and where."""
+
+    model: Path
+    device: str  # "cpu" | "cuda"
+    dtype: str  # "auto" | "float32" | …
+
+
 @contextmanager
-def serving(model: Path, **sections: dict[str, Any]) -> Iterator[None]:
+def serving(served: Served, **sections: dict[str, Any]) -> Iterator[None]:
     """One ingress: another that is started while something is measured takes the cores away from it."""
     args = {
-        "model": {"id": str(model)},
-        "device": "cpu",
+        "model": {"id": str(served.model), "dtype": served.dtype},
+        "device": served.device,
         "ingress": {"min_replicas": 1, "max_replicas": 1},
         "api_keys": {"admin": ADMIN_KEY},
         **sections,

@@ -1,6 +1,7 @@
 """The clients of the adapter benchmarks: streamed requests over HTTP and when their tokens came. Starts no server."""
 
 import asyncio
+import json
 import random
 import time
 from collections import Counter
@@ -43,6 +44,7 @@ class Answer:
     wish: Wish
     sent: float
     times: list[float] = field(default_factory=list)  # of the tokens, in seconds
+    lines: list[bytes] = field(default_factory=list)  # the events, unread: reading them takes the cores that are measured
     status: int = 0  # 0 = none came
     error: str = ""
     retry_after: float = 1.0  # seconds
@@ -52,6 +54,10 @@ class Answer:
     @property
     def is_ok(self) -> bool:
         return self.status == OK and not self.error and len(self.times) == self.wish.num_new
+
+    @property
+    def token_ids(self) -> list[int]:
+        return [json.loads(line.removeprefix(b"data: "))["token"]["id"] for line in self.lines]
 
     @property
     def ttft(self) -> float:
@@ -83,6 +89,7 @@ class Client:
                         answer.error = line.decode()[:300]
                     elif line.startswith(b"data: "):
                         answer.times.append(time.perf_counter())
+                        answer.lines.append(line)
         except aiohttp.ClientError as error:
             answer.error = repr(error)
         return answer

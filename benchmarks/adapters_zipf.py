@@ -14,7 +14,8 @@ from typing import Any
 
 import psutil
 
-from benchmarks.adapters_server import MemoryWatch, serving
+from benchmarks.adapters_check import check_tokens
+from benchmarks.adapters_server import MemoryWatch, Served, serving
 from benchmarks.adapters_traffic import Answer, Client, Wish, first_tokens, gaps, measured, outcomes, quantiles
 from benchmarks.adapters_zoo import Zoo
 
@@ -56,26 +57,29 @@ class Tiers:
 
 
 class ZipfBench:
-    def __init__(self, model: Path, url: str, root: Path, num_adapters: int, num_requests: int) -> None:
-        self._model = model
+    def __init__(self, served: Served, url: str, root: Path, num_adapters: int, num_requests: int, check_s: float) -> None:
+        self._served = served
         self._url = url
         self._root = root
         self._ranks = {f"zipf{i}": RANKS[i % len(RANKS)] for i in range(num_adapters)}
         self._staying = {f"stays{i}": rank for i, rank in enumerate(STAYING_RANKS)}
         self._num_requests = num_requests
+        self._check_s = check_s
+        self._outputs: dict[str, dict[int, list[int]]] = {}  # of the two runs over all adapters: token ids by the number of the request
         self._wishes = self._zipf_wishes(num_requests, first=0)
 
     def run(self) -> dict[str, Any]:
         self._make_adapters()
-        with serving(self._model, adapters={"local_roots": [self._root]}):
+        with serving(self._served, adapters={"local_roots": [self._root]}):
             tiers = measured(self._url, self._weigh)
-        with serving(self._model, adapters={"local_roots": [self._root], **tiers.args}):
+        with serving(self._served, adapters={"local_roots": [self._root], **tiers.args}):
             report: dict[str, Any] = measured(self._url, self._small_tiers)
         report["all in the pool"] = self._large_pool(tiers)
+        report["tokens"] = self._check()
         return {"adapters": len(self._ranks), **self._traffic(), **tiers.args, "copy_seconds": COPY_SECONDS, **report}
 
     def _make_adapters(self) -> None:
-        zoo = Zoo(self._model, self._root)
+        zoo = Zoo(self._served.model, self._root)
         started = time.perf_counter()
         for name, rank in (self._ranks | self._staying).items():
             zoo.add(name, rank)
@@ -123,10 +127,25 @@ class ZipfBench:
         watch = MemoryWatch()
         async with watch.running():
             await client.closed_loop(warm_up, NUM_CLIENTS)
-            zipf = await _timed(client, self._wishes)
+            zipf = await self._zipf(client, "small tiers")
         await client.closed_loop([Wish(3 * WARM_UP + i, name, NUM_PROMPT, 1) for i, name in enumerate(self._staying)], 1)
         after = await _timed(client, staying[half:])
         return {"zipf": zipf, "eight, before": before, "eight, after": after, "memory": watch.summary()}
+
+    async def _zipf(self, client: Client, label: str) -> dict[str, Any]:
+        answers: list[Answer] = []
+        report = await _timed(client, self._wishes, answers)
+        self._outputs[label] = {answer.wish.number: answer.token_ids for answer in answers}
+        return report
+
+    def _check(self) -> dict[str, Any]:
+        """In bfloat16 the neighbours in a batch may change a token; only float32 is exact enough to compare."""
+        if self._served.dtype != "float32":
+            return {"left_out": "the model is not in float32"}
+        small, large = self._outputs["small tiers"], self._outputs.get("large pool", {})
+        equal = sum(small[number] == token_ids for number, token_ids in large.items())
+        checked = check_tokens(self._served, self._root, self._wishes, small, self._check_s)
+        return {"requests": len(small), "equal to those with all in the pool": equal, **checked}
 
     def _large_pool(self, tiers: Tiers) -> dict[str, Any]:
         names = list(dict.fromkeys(wish.adapter_id for wish in self._wishes))
@@ -138,19 +157,22 @@ class ZipfBench:
         async def work(client: Client) -> dict[str, Any]:
             await client.closed_loop([Wish(WARM_UP + i, name, NUM_PROMPT, 1) for i, name in enumerate(names)], NUM_CLIENTS)
             eight = await _timed(client, self._staying_wishes(self._wishes)[: len(self._wishes) // 2])
-            return {"eight": eight, "zipf": await _timed(client, self._wishes)}
+            return {"eight": eight, "zipf": await self._zipf(client, "large pool")}
 
-        with serving(self._model, adapters={"local_roots": [self._root], "gpu_bytes": num_bytes}):
+        with serving(self._served, adapters={"local_roots": [self._root], "gpu_bytes": num_bytes}):
             return dict(measured(self._url, work))
 
 
-async def _timed(client: Client, wishes: list[Wish]) -> dict[str, Any]:
+async def _timed(client: Client, wishes: list[Wish], into: list[Answer] | None = None) -> dict[str, Any]:
     before = await client.stats()
     started = time.perf_counter()
     answers = await client.closed_loop(wishes, NUM_CLIENTS)
     seconds = time.perf_counter() - started
+    if into is not None:
+        into += answers
     after = await client.stats()
     counted = {name: round(after[name] - before[name], 2) for name in COUNTERS}
+    print(f"  {len(answers)} requests in {seconds:.0f} s, {seconds / max(counted['steps_total'], 1) * 1000:.1f} ms a step", flush=True)
     return {**outcomes(answers), **_speed(answers, seconds), **_loads(counted, seconds)}
 
 

@@ -27,7 +27,7 @@ class Zoo:
         assert self._shapes, f"{model} has none of {TARGETS}"
         self._num_made = 0
         largest = MAX_RANK * max(map(max, self._shapes.values()))
-        self._values: NDArray[np.float16] = np.random.default_rng(0).normal(0, 0.02, 4 * largest + 1_000_003).astype(np.float16)
+        self._values: NDArray[np.float16] = np.random.default_rng(0).normal(0, 0.05, 4 * largest + 1_000_003).astype(np.float16)
 
     def add(self, name: str, rank: int) -> None:
         folder = self._root / name

@@ -5,10 +5,10 @@ from collections.abc import Iterator, Sequence
 from typing import get_args
 
 from prometheus_client import CollectorRegistry, Counter, Histogram
-from prometheus_client.core import GaugeMetricFamily, Metric
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
-from loray.deployments.adapter_status import AdapterState, AdapterStatus
+from loray.deployments.adapter_status import AdapterState, AdapterStatus, TierUse
 from loray.deployments.generation import Generation
 from loray.deployments.request import GenerationRequest
 
@@ -30,7 +30,7 @@ class AdapterMetrics:
         self._private: set[str] = set()  # those of them that not everybody may read
         self._requests = Counter("loray_adapter_requests", "Requests by adapter", ["adapter", "outcome"], registry=registry)
         self._tokens = Counter("loray_adapter_tokens", "Tokens by adapter", ["adapter", "kind"], registry=registry)
-        self._queue = _histogram("queue_seconds", "From request to the driver's acceptance", registry)
+        self._queue = _histogram("queue_seconds", "From request to a place in the batch, with the time that finding the adapter takes", registry)
         self._first_token = _histogram("time_to_first_token_seconds", "From request to first token", registry)
         self._gauges = _StatusGauges()
         registry.register(self._gauges)
@@ -43,8 +43,8 @@ class AdapterMetrics:
         self._count(label, outcome)
         self._tokens.labels(label, "prompt").inc(generation.num_prompt_tokens)
         self._tokens.labels(label, "generated").inc(generation.num_tokens)
-        if timing.accepted:
-            self._queue.labels(label).observe(timing.accepted - timing.received)
+        if timing.admitted:
+            self._queue.labels(label).observe(timing.admitted - timing.received)
         if timing.first_token:
             self._first_token.labels(label).observe(timing.first_token - timing.received)
 
@@ -61,7 +61,7 @@ class AdapterMetrics:
             self._forget(adapter_id)
         self._listed = listed
         self._gauges.states = Tally(status.state for status in statuses)
-        self._gauges.resident = {}
+        self._gauges.clear()
         for status in statuses:
             if status.adapter_id in self._labels and not status.is_private:
                 self._gauges.add(status)
@@ -93,26 +93,40 @@ class AdapterMetrics:
 
 
 class _StatusGauges(Collector):
-    """How many adapters are in which state, and what those with labels take in each tier."""
+    """How many adapters are in which state, and what those with labels take in each tier and how they came there."""
 
     def __init__(self) -> None:
         self.states: Tally[AdapterState] = Tally()
-        self.resident: dict[tuple[str, str], int] = {}  # bytes by adapter id and tier
+        self._resident: Tally[tuple[str, str]] = Tally()  # bytes by adapter id and tier
+        self._uses: dict[tuple[str, str], TierUse] = {}  # likewise
+
+    def clear(self) -> None:
+        self._resident.clear()
+        self._uses.clear()
 
     def add(self, status: AdapterStatus) -> None:
         """Another version of one that is there counts too."""
         for tier, num_bytes in (("gpu", status.gpu_bytes), ("host", status.host_bytes), ("disk", status.disk_bytes)):
+            self._resident[status.adapter_id, tier] += num_bytes
+        for tier, use in (("gpu", status.gpu_use), ("host", status.host_use)):
             key = (status.adapter_id, tier)
-            self.resident[key] = self.resident.get(key, 0) + num_bytes
+            self._uses[key] = self._uses.get(key, TierUse()) + use
 
     def collect(self) -> Iterator[Metric]:
         states = GaugeMetricFamily("loray_adapters", "Versions of adapters by state", labels=["state"])
         for state in get_args(AdapterState):
             states.add_metric([state], self.states[state])
         resident = GaugeMetricFamily("loray_adapter_resident_bytes", "Bytes of an adapter by tier", labels=["adapter", "tier"])
-        for key, num_bytes in self.resident.items():
+        for key, num_bytes in self._resident.items():
             resident.add_metric(list(key), num_bytes)
-        yield from (states, resident)
+        loads = CounterMetricFamily("loray_adapter_loads", "Loads of an adapter by tier", labels=["adapter", "tier"])
+        seconds = CounterMetricFamily("loray_adapter_load_seconds", "Seconds of these loads", labels=["adapter", "tier"])
+        evictions = CounterMetricFamily("loray_adapter_evictions", "Evictions of an adapter by tier", labels=["adapter", "tier"])
+        for key, use in self._uses.items():
+            loads.add_metric(list(key), use.num_loads)
+            seconds.add_metric(list(key), use.load_seconds)
+            evictions.add_metric(list(key), use.num_evictions)
+        yield from (states, resident, loads, seconds, evictions)
 
 
 def _histogram(name: str, description: str, registry: CollectorRegistry) -> Histogram:

@@ -197,5 +197,7 @@ def _together(one: AdapterStatus, other: AdapterStatus) -> AdapterStatus:
         num_served=one.num_served + other.num_served,
         num_failed=one.num_failed + other.num_failed,
         last_used=max(one.last_used, other.last_used),
+        gpu_use=one.gpu_use + other.gpu_use,
+        host_use=one.host_use + other.host_use,
         error=one.error or other.error,
     )

@@ -11,13 +11,15 @@ from collections.abc import Callable, Coroutine, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
+from pathlib import Path
 from typing import Any, TypeVar
 
 import msgspec
 
 from loray.deployments.adapter_finder import AdapterFinder, Store
 from loray.deployments.adapter_records import AdapterRecord, AdapterRecords
-from loray.deployments.adapter_status import AdapterState, AdapterStatus
+from loray.deployments.adapter_status import AdapterState, AdapterStatus, TierUse
+from loray.deployments.adapter_template import adapter_template
 from loray.deployments.adapter_tiers import AdapterPlace, AdapterTiers
 from loray.deployments.adapters import Adapter
 from loray.deployments.engine import ABORTED, Engine
@@ -77,6 +79,12 @@ class AdapterService:
             if record and record.is_pinned:
                 self._in_background(self._load_and_log(record))
         return adapter
+
+    async def chat_template(self, ref: AdapterRef) -> str:
+        """The one that the adapter brings, "" for none. Raises a LorayError."""
+        adapter = await self.find(ref)
+        with self._needed(adapter):
+            return await self._finder.look(lambda: adapter_template(Path(adapter.path), ref.adapter_id))
 
     def in_use(self, path: str) -> bool:
         """Whether a request needs the files in this folder. Any thread may ask."""
@@ -263,6 +271,8 @@ class AdapterService:
             num_served=use.num_served,
             num_failed=use.num_failed,
             last_used=use.last_used,
+            gpu_use=place.pool_use if place else TierUse(),
+            host_use=place.host_use if place else TierUse(),
             error=use.error,
         )
 

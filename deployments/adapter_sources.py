@@ -16,6 +16,9 @@ from loray.models.adapter_config import CONFIG_FILE
 from loray.models.adapter_header import WEIGHTS_FILE
 
 FILES = (CONFIG_FILE, WEIGHTS_FILE)  # what is fetched
+TEMPLATE_FILE = "chat_template.jinja"
+TOKENIZER_FILE = "tokenizer_config.json"  # of older adapters: it may hold a template too
+EXTRA_FILES = (TEMPLATE_FILE, TOKENIZER_FILE)  # fetched where they are there
 PICKLE_FILE = "adapter_model.bin"
 URL_SCHEMES = ("s3", "gs", "az", "https", "http")  # http only where the configuration's list says http
 MAX_ID_LEN = 1024

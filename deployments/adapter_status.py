@@ -8,6 +8,17 @@ AdapterState = Literal["known", "loading", "host", "gpu", "failed", "unloading"]
 AdminAction = Literal["load", "unload", "pin", "unpin", "reload"]
 
 
+class TierUse(msgspec.Struct):
+    """How often one adapter came into a tier, and had to leave it for others."""
+
+    num_loads: int = 0
+    load_seconds: float = 0.0
+    num_evictions: int = 0
+
+    def __add__(self, other: "TierUse") -> "TierUse":
+        return TierUse(self.num_loads + other.num_loads, self.load_seconds + other.load_seconds, self.num_evictions + other.num_evictions)
+
+
 class AdapterStatus(msgspec.Struct, frozen=True, kw_only=True):
     """One version of an adapter on one driver replica."""
 
@@ -26,4 +37,6 @@ class AdapterStatus(msgspec.Struct, frozen=True, kw_only=True):
     num_served: int
     num_failed: int
     last_used: float  # seconds since 1970, 0 = never
+    gpu_use: TierUse = msgspec.field(default_factory=TierUse)
+    host_use: TierUse = msgspec.field(default_factory=TierUse)
     error: str = ""  # why the last load failed

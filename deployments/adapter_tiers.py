@@ -7,6 +7,7 @@ from collections.abc import Callable, Collection
 
 import msgspec
 
+from loray.deployments.adapter_status import TierUse
 from loray.deployments.adapters import Adapter, AdapterTable
 from loray.deployments.errors import AdapterFailed
 from loray.deployments.host_tier import HostTier
@@ -20,6 +21,8 @@ class AdapterPlace(msgspec.Struct, frozen=True):
     is_loading: bool
     is_pinned: bool
     num_users: int  # unfinished requests
+    pool_use: TierUse
+    host_use: TierUse
 
 
 class AdapterTiers:
@@ -106,6 +109,8 @@ class AdapterTiers:
                 is_loading=self.host.is_loading(adapter),
                 is_pinned=adapter.is_pinned,
                 num_users=adapter.references,
+                pool_use=adapter.pool_use + TierUse(),  # of this moment
+                host_use=adapter.host_use + TierUse(),
             )
             for version, adapter in known.items()
         }

@@ -4,6 +4,7 @@ from collections import OrderedDict
 from dataclasses import dataclass, field
 from weakref import WeakValueDictionary
 
+from loray.deployments.adapter_status import TierUse
 from loray.models.step import AdapterLoad, HostCopy
 
 
@@ -23,6 +24,8 @@ class Adapter:
     is_in_host: bool = False  # or on its way there
     error: str = ""  # why it could not be read into host memory the last time
     is_pinned: bool = False  # stays where it is, used or not
+    pool_use: TierUse = field(default_factory=TierUse)
+    host_use: TierUse = field(default_factory=TierUse)
 
     @property
     def host_copy(self) -> HostCopy:
@@ -145,4 +148,5 @@ class AdapterTable:
         adapter = next(iter(self._idle.values()))
         assert adapter.references == 0, "an adapter in use is never evicted"
         self.num_evictions += 1
+        adapter.pool_use.num_evictions += 1
         self.discard(adapter)

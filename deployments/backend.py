@@ -5,7 +5,7 @@ from typing import Protocol
 
 from loray.deployments.adapter_records import AdapterChange, Changed
 from loray.deployments.adapter_status import AdapterStatus
-from loray.deployments.request import GenerationRequest, TokenEvent
+from loray.deployments.request import AdapterRef, GenerationRequest, TokenEvent
 
 
 class Backend(Protocol):
@@ -34,6 +34,10 @@ class Backend(Protocol):
 
     async def undo_adapter_change(self, changed: Changed) -> None:
         """As it was before, unless it was changed again since."""
+        ...
+
+    async def chat_template(self, adapter: AdapterRef) -> str:
+        """The one that the adapter brings, "" for none. Raises what `generate` would raise of this adapter."""
         ...
 
     async def healthy(self) -> bool:

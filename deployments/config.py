@@ -5,8 +5,14 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ByteSize, ConfigDict, Field, model_validator
 
+KIB = 1 << 10
+MIB = 1 << 20
 GIB = 1 << 30
 BLOCK_SIZE = 16  # tokens of one KV block
+
+
+ApiKey = Annotated[str, Field(min_length=1)]
+Seconds = Annotated[float, Field(gt=0, allow_inf_nan=False)]
 
 
 class Section(BaseModel):
@@ -28,6 +34,8 @@ class ModelArgs(Section):
     """native: loray's own, tensor-parallel; transformers: its AutoModelForCausalLM on one rank; auto: native where there is one."""
     quantization: Literal["bitsandbytes-8bit"] | None = None
     """Load the weights in 8 bits, with implementation transformers on a GPU; needs the extra `bnb`."""
+    chat_template: str | None = None
+    """A Jinja chat template in place of the model's own: the template itself, or the path of a file that holds it."""
     pooling: Literal["mean", "last"] = "mean"
     """How /embed and /v1/embeddings make one vector of a text's final hidden states."""
 
@@ -74,10 +82,73 @@ class AdapterArgs(Section):
 
 
 class ApiKeyArgs(Section):
-    inference: str | None = None
-    """If set, every request but the health checks needs `Authorization: Bearer <key>`."""
-    admin: str | None = None
+    inference: ApiKey | dict[str, ApiKey] | None = None
+    """If set, every request but the health checks needs `Authorization: Bearer <key>`. Several keys have names: {team-a: key, …}."""
+    admin: ApiKey | None = None
     """Needed for /admin, as `Authorization: Bearer <key>`; without it there is no /admin."""
+
+    @property
+    def named(self) -> dict[str, str]:
+        """The inference keys by name; a single one is called default."""
+        if isinstance(self.inference, dict):
+            return self.inference
+        return {} if self.inference is None else {"default": self.inference}
+
+    @model_validator(mode="after")
+    def _check_keys(self) -> "ApiKeyArgs":
+        if self.inference == {}:
+            raise ValueError("inference: no keys would lock everybody out; leave it out to need none")
+        if len(set(self.named.values())) < len(self.named):
+            raise ValueError("inference: two names have the same key")
+        return self
+
+
+class LimitArgs(Section):
+    max_body_bytes: ByteSize = Field(default=ByteSize(10 * MIB), gt=0)
+    """Bytes one request's body may have; beyond it the answer is 413."""
+    max_concurrent_requests: int = Field(default=1024, ge=1)
+    """Unfinished requests one ingress replica may hold; beyond it the answer is 429. Health checks and metrics are not counted."""
+    max_best_of: int = Field(default=2, ge=1)
+    """The most sequences that the native API's best_of may try."""
+    max_choices: int = Field(default=16, ge=1)
+    """The most choices that the OpenAI API's n and best_of may ask for."""
+    request_timeout_s: Seconds | None = None
+    """A generation that runs longer, waiting included, ends with an error; null: never."""
+    keep_alive_s: Seconds = 15.0
+    """A stream that has been silent for so long sends a comment, so that no proxy cuts it."""
+
+
+class GrammarArgs(Section):
+    max_text_bytes: ByteSize = Field(default=ByteSize(256 * KIB), gt=0)
+    """Bytes that a JSON schema, regular expression or grammar may have."""
+    compile_timeout_s: Seconds = 10.0
+    """A grammar that takes longer to compile is refused."""
+    max_compile_bytes: ByteSize = Field(default=ByteSize(2 * GIB), gt=0)
+    """Memory that compiling may take beside the ingress replica's own."""
+    max_compiled_bytes: ByteSize = Field(default=ByteSize(16 * MIB), gt=0)
+    """Bytes that a compiled grammar may have; every rank reads it."""
+    cache_bytes: ByteSize = Field(default=ByteSize(64 * MIB), gt=0)
+    """Bytes of compiled grammars that an ingress replica keeps."""
+
+
+class CorsArgs(Section):
+    allow_origins: list[str] = []
+    """Origins that browsers may send requests from, such as https://example.com; "*" is any. Empty: none, and no CORS headers."""
+    allow_methods: list[str] = ["GET", "POST"]
+    allow_headers: list[str] = ["*"]
+    expose_headers: list[str] = ["*"]
+    """Headers of the answer that a page may read."""
+    allow_credentials: bool = False
+    max_age_s: int = Field(default=600, ge=0)
+    """How long a browser may remember the answer."""
+
+
+class TracingArgs(Section):
+    otlp_endpoint: str | None = Field(default=None, pattern="^https?://")
+    """Where spans are sent, such as http://collector:4318/v1/traces; needs the extra `otel`. null: none are made."""
+    service_name: str = "loray"
+    sample_ratio: float = Field(default=1.0, ge=0, le=1)
+    """Share of the requests that are traced, of those whose caller did not decide it in `traceparent`."""
 
 
 class ReplicaArgs(Section):
@@ -103,5 +174,9 @@ class ServerArgs(Section):
     scheduler: SchedulerArgs = SchedulerArgs()
     adapters: AdapterArgs = AdapterArgs()
     api_keys: ApiKeyArgs = ApiKeyArgs()
+    limits: LimitArgs = LimitArgs()
+    grammars: GrammarArgs = GrammarArgs()
+    cors: CorsArgs = CorsArgs()
+    tracing: TracingArgs = TracingArgs()
     ingress: ReplicaArgs = ReplicaArgs(max_replicas=4, target_ongoing_requests=64)
     driver: ReplicaArgs = ReplicaArgs()

@@ -29,14 +29,20 @@ class Detokenizer:
         """The text that became whole with this token; "" for a special token or within a character."""
         if token_id in self._tokenizer.special_texts:
             return ""
+        piece = self.peek(token_id)
         self._new_ids.append(token_id)
-        text = self._tokenizer.decode(self._context_ids + self._new_ids)
-        if len(text) <= self._context_len or text.endswith(BROKEN):
+        if not piece:
             return ""
-        piece = text[self._context_len :]
         self._context_ids, self._new_ids = self._new_ids, []
         self._context_len = len(self._tokenizer.decode(self._context_ids))
         return piece
+
+    def peek(self, token_id: int) -> str:
+        """What `push` would give, without taking the token."""
+        if token_id in self._tokenizer.special_texts:
+            return ""
+        text = self._tokenizer.decode([*self._context_ids, *self._new_ids, token_id])
+        return "" if text.endswith(BROKEN) else text[self._context_len :]
 
     def flush(self) -> str:
         """What is left at the end of the sequence, less a cut character."""

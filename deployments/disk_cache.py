@@ -17,7 +17,7 @@ import msgspec
 from filelock import FileLock, Timeout
 
 from loray.deployments.adapter_files import content_hash
-from loray.deployments.adapter_sources import FILES
+from loray.deployments.adapter_sources import EXTRA_FILES, FILES
 
 logger = logging.getLogger("ray.serve.loray")
 
@@ -111,6 +111,11 @@ class DiskCache:
             folder.mkdir(parents=True, exist_ok=True)
             for name in () if stays else FILES:
                 os.replace(staged / name, folder / name)
+            for name in EXTRA_FILES:  # of no version: they change without it
+                if (staged / name).exists():
+                    os.replace(staged / name, folder / name)
+                else:
+                    (folder / name).unlink(missing_ok=True)
             self.touch(folder)
             self.set_entry(key, entry)
             shutil.rmtree(staged, ignore_errors=True)

@@ -33,7 +33,7 @@ from loray.deployments.host_tier import HostTier
 from loray.deployments.model_check import check_model
 from loray.deployments.pools import size_pools
 from loray.deployments.registry_follower import RegistryFollower
-from loray.deployments.request import GenerationRequest
+from loray.deployments.request import AdapterRef, GenerationRequest
 from loray.deployments.scheduler import Scheduler
 from loray.models.checkpoint import eos_token_ids, model_limits, read_config, resolve_model
 from loray.models.converted import cache_folder
@@ -107,6 +107,10 @@ class Driver:
         except asyncio.CancelledError:
             self._engine.abort(generation.request_id)
             raise
+
+    async def chat_template(self, adapter: bytes) -> str:
+        """The one that the adapter brings, "" for none. Raises a LorayError."""
+        return await self._adapters.chat_template(msgspec.msgpack.decode(adapter, type=AdapterRef))
 
     async def stats(self) -> dict[str, float]:
         return self._engine.stats()

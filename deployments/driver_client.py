@@ -6,6 +6,7 @@ and since sampling is a pure function of (seed, position), the stream continues 
 
 import asyncio
 import logging
+import time
 from collections.abc import AsyncGenerator
 from contextlib import aclosing
 from typing import Any
@@ -18,7 +19,7 @@ from ray.serve.handle import DeploymentHandle, DeploymentResponse
 from loray.deployments.adapter_records import AdapterChange, Changed
 from loray.deployments.adapter_status import AdapterStatus
 from loray.deployments.errors import Incomplete, LorayError, Unhealthy, from_wire
-from loray.deployments.request import GenerationRequest, TokenEvent
+from loray.deployments.request import AdapterRef, GenerationRequest, TokenEvent
 from loray.deployments.token_channel import TokenReceiver
 
 logger = logging.getLogger("ray.serve.loray")
@@ -27,6 +28,7 @@ ACCEPT_S = 180.0  # a replica that is being built must be there by then
 TAIL_S = 10.0  # between the end of the Serve call and the last token on the other channel
 ASK_S = 3.0  # for questions about health and numbers
 REGISTRY_S = 15.0  # for the adapter registry, which waits for replicas itself
+MIN_DEADLINE_S = 0.001  # 0 would be none
 MAX_LOSSES = 2  # replicas lost in a row without a single new token
 
 
@@ -44,11 +46,15 @@ class DriverClient:
 
     async def generate(self, request: GenerationRequest) -> AsyncGenerator[TokenEvent, None]:
         output_ids = list(request.output_ids)
+        deadline_s = request.deadline_s
+        started = time.monotonic()
         is_accepted = False
         losses = 0
         while True:
             request_id = f"{request.request_id}.{losses}.{len(output_ids)}"
-            attempt = msgspec.structs.replace(request, request_id=request_id, output_ids=list(output_ids))
+            if request.deadline_s:  # what a lost replica has used of it is used
+                deadline_s = max(MIN_DEADLINE_S, request.deadline_s - (time.monotonic() - started))
+            attempt = msgspec.structs.replace(request, request_id=request_id, output_ids=list(output_ids), deadline_s=deadline_s)
             try:
                 async with aclosing(self._attempt(attempt)) as events:
                     async for event in events:
@@ -73,6 +79,17 @@ class DriverClient:
 
     async def healthy(self) -> bool:
         return await self._ask("healthy")
+
+    async def chat_template(self, adapter: AdapterRef) -> str:
+        """May take as long as a download."""
+        try:
+            return await asyncio.wait_for(_result(self._driver.chat_template.remote(msgspec.msgpack.encode(adapter))), ACCEPT_S)
+        except RayTaskError as error:
+            if isinstance(error.cause, LorayError):
+                raise error.cause from error
+            raise
+        except (RayError, TimeoutError) as error:
+            raise Incomplete(f"adapter {adapter.adapter_id!r}: no replica has found it: {error}") from error
 
     async def adapter_statuses(self) -> dict[str, list[AdapterStatus]]:
         return msgspec.msgpack.decode(await self._ask_registry("statuses"), type=dict[str, list[AdapterStatus]])

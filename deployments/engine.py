@@ -4,6 +4,7 @@ Everything else reaches the engine through its inbox; tokens leave through the t
 scheduler, so there are no locks.
 """
 
+import math
 import threading
 import time
 from collections import deque
@@ -18,7 +19,10 @@ from loray.cluster.channel import Address
 from loray.cluster.host_loads import Prepared
 from loray.deployments.adapter_tiers import AdapterTiers
 from loray.deployments.adapters import Adapter
-from loray.deployments.errors import AdapterFailed, InvalidRequest, LorayError, Overloaded
+from loray.deployments.deadlines import Deadlines
+from loray.deployments.engine_stats import EngineCounts, engine_stats
+from loray.deployments.errors import AdapterFailed, DeadlineExceeded, Incomplete, InvalidRequest, LorayError, Overloaded
+from loray.deployments.outcomes import outcomes
 from loray.deployments.request import GenerationRequest, TokenEvent
 from loray.deployments.scheduler import Plan, Scheduler
 from loray.deployments.sequence import Sequence
@@ -61,16 +65,11 @@ class Engine:
         self._inbox: SimpleQueue[Callable[[], None]] = SimpleQueue()
         self._sequences: dict[str, Sequence] = {}
         self._on_end: dict[str, Callable[[str], object]] = {}
+        self._deadlines = Deadlines()
         self._in_flight: deque[Plan] = deque()
         self._outgoing: list[tuple[Address, TokenEvent]] = []
         self._num_arrived = 0
-        self._num_steps = 0
-        self._num_tokens = 0
-        self._num_embeddings = 0
-        self._num_host_loads = 0
-        self._host_load_seconds = 0.0
-        self._num_pool_loads = 0
-        self._pool_load_seconds = 0.0
+        self._counts = EngineCounts()
         self._last_progress = time.monotonic()
 
     # Called from any thread.
@@ -110,34 +109,7 @@ class Engine:
 
     def stats(self) -> dict[str, float]:
         """Numbers for people and autoscalers; each is read without a lock and may be a step old."""
-        scheduler = self._scheduler
-        return {
-            "running": len(scheduler.running),
-            "waiting": len(scheduler.waiting),
-            "kv_blocks_used": scheduler.blocks.num_used,
-            "kv_blocks_total": scheduler.blocks.num_blocks,
-            "kv_blocks_cached": scheduler.blocks.num_cached,
-            "adapter_references": scheduler.adapters.num_references,
-            "adapters_resident": scheduler.adapters.num_resident,
-            "adapter_pages_used": scheduler.adapters.num_used_pages,
-            "adapter_pages_total": scheduler.adapters.num_pages,
-            "adapter_evictions_gpu_total": scheduler.adapters.num_evictions,
-            "adapter_host_bytes_used": self._tiers.host.num_bytes,
-            "adapter_host_bytes_total": self._tiers.host.max_bytes,
-            "adapters_in_host": self._tiers.host.num_adapters,
-            "adapter_evictions_host_total": self._tiers.host.num_evictions,
-            "adapter_loads_host_total": self._num_host_loads,
-            "adapter_load_host_seconds_total": self._host_load_seconds,
-            "adapter_loads_gpu_total": self._num_pool_loads,
-            "adapter_load_gpu_seconds_total": self._pool_load_seconds,
-            "preemptions_total": scheduler.num_preemptions,
-            "prompt_tokens_total": scheduler.num_started_tokens,
-            "prefix_cached_tokens_total": scheduler.num_cached_tokens,
-            "prefix_hit_rate": scheduler.num_cached_tokens / max(scheduler.num_started_tokens, 1),
-            "steps_total": self._num_steps,
-            "generated_tokens_total": self._num_tokens,
-            "embeddings_total": self._num_embeddings,
-        }
+        return engine_stats(self._scheduler, self._tiers, self._counts)
 
     def seconds_stalled(self) -> float:
         """How long steps have been out without any coming back; 0 when nothing is out."""
@@ -164,13 +136,14 @@ class Engine:
         self._read_inbox()
         for address in self._tokens.lost():
             self._abort_all(address)
+        self._end_late(time.monotonic())
         for adapter in self._scheduler.next_adapters(NUM_PREFETCHED):
             if not adapter.is_ready:
                 self._tiers.host.want(adapter)
         while len(self._in_flight) < STEPS_IN_FLIGHT and self._send_next():
             pass
         self._flush()
-        result = self._steps.receive(IDLE_WAIT_MS)
+        result = self._steps.receive(self._wait_ms())
         if result:
             self._complete(result)
             self._flush()
@@ -193,35 +166,37 @@ class Engine:
         plan = plan or Plan()  # orders ride in a step, and wait for no other
         if not self._in_flight:
             self._last_progress = time.monotonic()
-        self._num_steps += 1
+        self._counts.num_steps += 1
         self._in_flight.append(plan)
         self._steps.send(
-            Step(self._num_steps, list(plan.loads.values()), plan.admissions, list(plan.rows.values()), prepares, drops, freed_pages)
+            Step(self._counts.num_steps, list(plan.loads.values()), plan.admissions, list(plan.rows.values()), prepares, drops, freed_pages)
         )
         return True
 
     def _complete(self, result: StepResult) -> None:
         plan = self._in_flight.popleft()
         self._last_progress = time.monotonic()
-        self._num_pool_loads += len(plan.loads)
-        self._pool_load_seconds += result.load_seconds
+        self._counts.num_pool_loads += len(plan.loads)
+        self._counts.pool_load_seconds += result.load_seconds
+        for adapter in plan.loads:
+            adapter.pool_use.num_loads += 1
+            adapter.pool_use.load_seconds += result.load_seconds / len(plan.loads)
         for index, reason in result.failed_loads.items():
             self._fail_adapter(list(plan.loads)[index], reason)
-        logprobs = dict(zip(plan.sampled, result.logprobs, strict=True))
-        embeddings = dict(zip(plan.pooled, result.embeddings, strict=True))
+        for index, reason in result.failed_rows.items():
+            self._fail(list(plan.rows)[index], Incomplete(reason))
+        fields = outcomes(plan, result)
         for sequence in self._scheduler.complete(plan, result.token_ids, self._eos_ids):
-            if sequence in embeddings:
-                self._num_embeddings += 1
-                self._tell(sequence, embedding=embeddings[sequence], finish_reason=sequence.finish_reason)
+            if sequence.request.pooling:
+                self._counts.num_embeddings += 1
             else:
-                self._num_tokens += 1
-                token_ids, logprob = sequence.token_ids[-1:], logprobs[sequence]
-                self._tell(sequence, token_ids=token_ids, logprobs=[logprob], finish_reason=sequence.finish_reason)
+                self._counts.num_tokens += 1
+            self._tell(sequence, finish_reason=sequence.finish_reason, **fields[sequence])
             if sequence.finish_reason:
                 self._forget(sequence)
 
     def _accept(self, request: GenerationRequest, adapter: Adapter | None, reply: Address, on_end: Callable[[str], object]) -> None:
-        sequence = Sequence(request, adapter, reply, self._num_arrived)
+        sequence = Sequence(_with_stop_ids(request, self._eos_ids), adapter, reply, self._num_arrived)
         self._num_arrived += 1
         if not self._tokens.knows(reply):  # a new ingress, perhaps in place of one that is gone
             self._tokens.keep({other.reply for other in self._sequences.values()})
@@ -233,6 +208,8 @@ class Engine:
             sequence.is_finished = True
             return self._end_with(sequence, refusal)
         self._scheduler.add(sequence)
+        if sequence.deadline < math.inf:
+            self._deadlines.add(request.request_id, sequence.deadline)
         if sequence.adapter:
             self._tiers.host.want(sequence.adapter)
         self._tell(sequence)
@@ -269,8 +246,27 @@ class Engine:
         """The ranks could not read it: end its requests, and them alone."""
         self._scheduler.adapters.discard(adapter)
         for sequence in [s for s in self._sequences.values() if s.adapter is adapter]:
+            self._fail(sequence, AdapterFailed(reason))
+
+    def _end_late(self, now: float) -> None:
+        """Ends the requests whose deadline has come, wherever they are."""
+        for request_id in self._deadlines.pop_due(now):
+            sequence = self._sequences.get(request_id)
+            if sequence and sequence.deadline <= now:  # else another of the same id
+                num_tokens, limit = sequence.num_output, sequence.request.deadline_s
+                self._fail(sequence, DeadlineExceeded(f"not finished within {limit:g} s: {num_tokens} tokens were generated"))
+        self._deadlines.forget_ended(self._sequences)
+
+    def _wait_ms(self) -> int:
+        """How long nothing may happen before a turn has something to do."""
+        seconds_left = self._deadlines.seconds_left(time.monotonic())
+        return IDLE_WAIT_MS if seconds_left is None else math.ceil(min(IDLE_WAIT_MS, seconds_left * 1000))
+
+    def _fail(self, sequence: Sequence, error: LorayError) -> None:
+        """Ends this one, and frees what it has."""
+        if not sequence.is_finished:
             self._scheduler.finish(sequence)
-            self._end_with(sequence, AdapterFailed(reason))
+            self._end_with(sequence, error)
 
     def _fail_displaced(self) -> None:
         """Those who wait, and have no room any more beside what has been pinned since."""
@@ -279,8 +275,7 @@ class Engine:
             try:
                 self._tiers.check(sequence.adapter)  # type: ignore[arg-type]
             except AdapterFailed as refusal:
-                self._scheduler.finish(sequence)
-                self._end_with(sequence, refusal)
+                self._fail(sequence, refusal)
 
     def _end_with(self, sequence: Sequence, error: LorayError) -> None:
         self._tell(sequence, error=type(error).__name__, message=error.message)
@@ -296,14 +291,22 @@ class Engine:
             self._tiers.free_unused(sequence.adapter)
 
     def _take_prepared(self, prepared: Prepared) -> None:
-        self._num_host_loads += 1
-        self._host_load_seconds += prepared.seconds
+        self._counts.num_host_loads += 1
+        self._counts.host_load_seconds += prepared.seconds
         if prepared.error:
             self._fail_adapter(self._tiers.host.failed(prepared.copy, prepared.error), prepared.error)
         else:
-            self._tiers.host.arrived(prepared.copy, prepared.num_bytes)
+            self._tiers.host.arrived(prepared.copy, prepared.num_bytes, prepared.seconds)
 
     def _flush(self) -> None:
         if self._outgoing:
             self._tokens.send(self._outgoing)
             self._outgoing.clear()
+
+
+def _with_stop_ids(request: GenerationRequest, eos_ids: Collection[int]) -> GenerationRequest:
+    """The ranks must know the tokens that may not come yet."""
+    if not request.sampling.min_new_tokens:
+        return request
+    sampling = msgspec.structs.replace(request.sampling, stop_ids=sorted({*eos_ids, *request.stop_token_ids}))
+    return msgspec.structs.replace(request, sampling=sampling)

@@ -3,12 +3,48 @@
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from pydantic import BaseModel
 from starlette.requests import Request
 from starlette.responses import JSONResponse
 
-from loray.deployments.errors import AdapterNotFound, InvalidRequest, LorayError, Overloaded, Unauthorized
+from loray.deployments import request_log
+from loray.deployments.errors import AdapterNotFound, InvalidRequest, LorayError, Overloaded, TooLarge, Unauthorized
 
 UNION_TAGS = {"str", "int", "float", "bool", "list", "dict"}  # how pydantic names the branches of a union in a location
+
+
+class NativeError(BaseModel):
+    error: str
+    error_type: str
+
+
+OPENAI_FIELDS = {"message": {"type": "string"}, "type": {"type": "string"}, "param": {"type": ["string", "null"]}}
+OPENAI_FIELDS |= {"code": {"type": ["string", "null"]}}
+OPENAI_SCHEMA = {
+    "type": "object",
+    "properties": {"error": {"type": "object", "properties": OPENAI_FIELDS, "required": [*OPENAI_FIELDS]}},
+    "required": ["error"],
+}
+# What any route may answer, for the API's own description; 400 is /v1's word for 422. As models they would cost a second at the start.
+ERROR_RESPONSES: dict[int | str, dict[str, Any]] = {
+    status: {
+        "description": description,
+        "content": {"application/json": {"schema": {"anyOf": [NativeError.model_json_schema(), OPENAI_SCHEMA]}}},
+    }
+    for status, description in {
+        400: "the request is wrong (/v1)",
+        401: "the API key is missing or wrong",
+        403: "this server has no admin key",
+        404: "there is no such thing",
+        405: "the path knows other methods",
+        413: "the body is too large",
+        422: "the request is wrong; says which field and why",
+        424: "the adapter can't be used; says which and why",
+        429: "too many requests; try again after Retry-After seconds",
+        500: "accepted, but could not be finished",
+        503: "no tokens can be made now",
+    }.items()
+}
 
 
 def native_body(error: LorayError) -> dict[str, Any]:
@@ -25,6 +61,8 @@ def openai_body(error: LorayError) -> dict[str, Any]:
         kind, code = "invalid_request_error", "invalid_api_key"
     elif isinstance(error, Overloaded):
         kind, code = "overloaded", "rate_limit_exceeded"
+    elif isinstance(error, TooLarge):
+        kind = "invalid_request_error"
     elif error.status < 500:
         kind, param = error.error_type, "model"
     return {"error": {"message": error.message, "type": kind, "param": param, "code": code}}
@@ -41,6 +79,7 @@ def is_openai(request: Request) -> bool:
 
 
 def response(request: Request, error: LorayError) -> JSONResponse:
+    request_log.add_failure(error)
     if is_openai(request):
         return JSONResponse(openai_body(error), openai_status(error), _headers(error))
     return JSONResponse(native_body(error), error.status, _headers(error))

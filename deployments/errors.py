@@ -2,14 +2,18 @@
 
 LorayError
 ├── InvalidRequest       422 validation             the caller's mistake; says which field and why (400 on /v1)
-│   └── TemplateError    422 template_error         the chat template can't write these messages
+│   ├── TemplateError    422 template_error         the chat template can't write these messages
+│   │   └── MissingTemplateVariable  422 missing_template_variable  it names a variable that the request doesn't have
+│   └── ToolError        422 tool_error             the tools, or the choice among them, can't be used
 ├── Unauthorized         401 unauthorized           the API key is missing or wrong
 ├── Forbidden            403 forbidden              this server has no admin key, so nobody is an admin
 ├── AdapterFailed        424 generation             the adapter can't be used; says which and why
 │   └── AdapterNotFound  424 generation             (404 model_not_found on /v1)
 │       └── UnknownAdapter  404 not_found           an admin asks for an adapter that this server does not know
+├── TooLarge             413 too_large              the body has more bytes than limits.max_body_bytes
 ├── Overloaded           429 overloaded             the queue is full; try again after `retry_after` seconds
 ├── Incomplete           500 incomplete_generation  accepted, but could not be finished
+├── DeadlineExceeded     500 incomplete_generation  accepted, but not finished in limits.request_timeout_s
 ├── EmbeddingFailed      500 embedding_failure      the same of an embedding
 └── Unhealthy            503 healthcheck            no tokens can be made now
 """
@@ -39,6 +43,14 @@ class TemplateError(InvalidRequest):
     error_type = "template_error"
 
 
+class MissingTemplateVariable(TemplateError):
+    error_type = "missing_template_variable"
+
+
+class ToolError(InvalidRequest):
+    error_type = "tool_error"
+
+
 class Unauthorized(LorayError):
     status = 401
     error_type = "unauthorized"
@@ -63,6 +75,11 @@ class UnknownAdapter(AdapterNotFound):
     error_type = "not_found"
 
 
+class TooLarge(LorayError):
+    status = 413
+    error_type = "too_large"
+
+
 class Overloaded(LorayError):
     status = 429
     error_type = "overloaded"
@@ -71,6 +88,10 @@ class Overloaded(LorayError):
 
 class Incomplete(LorayError):
     pass
+
+
+class DeadlineExceeded(LorayError):
+    """Says how long it ran."""
 
 
 class EmbeddingFailed(LorayError):
@@ -83,7 +104,7 @@ class Unhealthy(LorayError):
 
 
 _BY_NAME: dict[str, type[LorayError]] = {
-    kind.__name__: kind for kind in (InvalidRequest, AdapterFailed, AdapterNotFound, Overloaded, Incomplete, Unhealthy)
+    kind.__name__: kind for kind in (InvalidRequest, AdapterFailed, AdapterNotFound, Overloaded, Incomplete, DeadlineExceeded, Unhealthy)
 }
 
 

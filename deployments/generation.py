@@ -1,5 +1,6 @@
 """One request on its way: makes text of the backend's tokens and notes counts and times. Knows neither HTTP nor its shapes."""
 
+import asyncio
 import math
 import time
 from collections.abc import AsyncIterator
@@ -8,11 +9,12 @@ from dataclasses import dataclass, field
 from loray.deployments.backend import Backend
 from loray.deployments.detokenizer import Detokenizer
 from loray.deployments.errors import Incomplete
-from loray.deployments.request import GenerationRequest, TokenEvent
+from loray.deployments.request import Alternatives, GenerationRequest, TokenEvent
 from loray.deployments.stop_strings import StopStrings
 from loray.deployments.tokenizer import Tokenizer
 
 LOWEST_LOGPROB = -1e4  # stands for anything JSON can't write
+OFF_LOOP_TOKENS = 256  # about 2 ms of decoding; longer prompts would hold up every other stream, so a thread does them
 
 
 @dataclass(frozen=True, slots=True)
@@ -22,6 +24,15 @@ class GeneratedToken:
     logprob: float  # finite
     is_special: bool
     alternatives: tuple["GeneratedToken", ...] = ()  # the most probable tokens at its place; none have alternatives themselves
+
+
+@dataclass(frozen=True, slots=True)
+class PromptToken:
+    id: int
+    text: str  # as in GeneratedToken
+    logprob: float | None  # finite; the first has none, for nothing comes before it
+    is_special: bool
+    alternatives: tuple[GeneratedToken, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,6 +51,7 @@ class Timing:
     received: float = field(default_factory=time.monotonic)
     validated: float = 0.0
     accepted: float = 0.0
+    admitted: float = 0.0  # it left the queue; known with the first token
     first_token: float = 0.0
     latest_token: float = 0.0
     finished: float = 0.0
@@ -55,10 +67,12 @@ class Generation:
         self.num_tokens = 0
         self.finish_reason = ""
         self._stops = stops
-        self._specials = tokenizer.special_texts
+        self._tokenizer = tokenizer
         self._detokenizer = Detokenizer(tokenizer, request.prompt_ids)
         self._stop_strings = StopStrings(stops)
         self._events = backend.generate(request)
+        self._prompt_logprobs: list[float] = []  # of all but the first
+        self._prompt_alternatives: list[Alternatives] = []
 
     @property
     def num_prompt_tokens(self) -> int:
@@ -80,6 +94,13 @@ class Generation:
             assert not event.finish_reason, "the last token and the finish_reason come together"
         raise Incomplete("the generation broke off")
 
+    async def prompt_tokens(self) -> list[PromptToken]:
+        """Of a request that wants prompt log-probabilities, once its first piece is there."""
+        assert len(self._prompt_logprobs) == self.num_prompt_tokens - 1, "the first token's event has all prompt log-probabilities"
+        if self.num_prompt_tokens <= OFF_LOOP_TOKENS:
+            return self._prompt_tokens()
+        return await asyncio.to_thread(self._prompt_tokens)
+
     async def aclose(self) -> None:
         self.timing.finished = self.timing.finished or time.monotonic()
         await self._events.aclose()
@@ -92,14 +113,17 @@ class Generation:
         if self.timing.first_token:
             self.timing.gaps.append((now - self.timing.latest_token) / len(event.token_ids))
         else:
+            self.timing.admitted = min(now, self.timing.accepted + event.queue_s)
             self.timing.first_token = now
         self.timing.latest_token = now
 
     def _piece(self, event: TokenEvent) -> Piece:
+        self._note_prompt(event)
         tokens: list[GeneratedToken] = []
         text = ""
-        for token_id, logprob in zip(event.token_ids, event.logprobs, strict=True):
-            token = self._token(token_id, logprob)
+        alternatives = event.alternatives or [[]] * len(event.token_ids)
+        for token_id, logprob, others in zip(event.token_ids, event.logprobs, alternatives, strict=True):
+            token = _token(self._tokenizer, self._detokenizer, token_id, logprob, others)
             tokens.append(token)
             if not token.is_special:
                 text += self._stop_strings.push(token.text)
@@ -107,21 +131,42 @@ class Generation:
                 self.finish_reason = "stop_sequence"
                 break
         else:
-            self.finish_reason = event.finish_reason
+            self.finish_reason = "stop_sequence" if event.finish_reason == "stop_token" else event.finish_reason
         self.num_tokens += len(tokens)
         if self.finish_reason:
             text += self._rest()
         return Piece(tokens, text, self.finish_reason)
 
-    def _token(self, token_id: int, logprob: float) -> GeneratedToken:
-        finite = logprob if math.isfinite(logprob) else LOWEST_LOGPROB
-        special = self._specials.get(token_id)
-        if special is not None:
-            return GeneratedToken(token_id, special, finite, True)
-        return GeneratedToken(token_id, self._detokenizer.push(token_id), finite, False)
+    def _note_prompt(self, event: TokenEvent) -> None:
+        if event.prompt_logprobs:
+            self._prompt_logprobs, self._prompt_alternatives = event.prompt_logprobs, event.prompt_alternatives
+
+    def _prompt_tokens(self) -> list[PromptToken]:
+        detokenizer = Detokenizer(self._tokenizer)
+        alternatives = self._prompt_alternatives or [[]] * len(self._prompt_logprobs)
+        tokens: list[PromptToken] = []
+        for token_id, logprob, others in zip(self.request.prompt_ids, [0.0, *self._prompt_logprobs], [[], *alternatives], strict=True):
+            token = _token(self._tokenizer, detokenizer, token_id, logprob, others)
+            tokens.append(PromptToken(token.id, token.text, token.logprob if tokens else None, token.is_special, token.alternatives))
+        return tokens
 
     def _rest(self) -> str:
         if self.stop_text:
             return ""
         text = self._stop_strings.push(self._detokenizer.flush())
         return text + self._stop_strings.flush()
+
+
+def _token(tokenizer: Tokenizer, detokenizer: Detokenizer, token_id: int, logprob: float, others: Alternatives) -> GeneratedToken:
+    """Takes the token; the others might have stood in its place."""
+    specials = tokenizer.special_texts
+    alternatives = tuple(
+        GeneratedToken(other, specials.get(other) or detokenizer.peek(other), _finite(other_logprob), other in specials)
+        for other, other_logprob in others
+    )
+    text = specials.get(token_id) or detokenizer.push(token_id)
+    return GeneratedToken(token_id, text, _finite(logprob), token_id in specials, alternatives)
+
+
+def _finite(logprob: float) -> float:
+    return logprob if math.isfinite(logprob) else LOWEST_LOGPROB

@@ -77,12 +77,14 @@ class HostTier:
         adapter.is_in_host, adapter.error = True, ""
         self._prepares.append(adapter.host_copy)
 
-    def arrived(self, copy: HostCopy, num_bytes: int) -> Adapter:
-        """All ranks have it."""
+    def arrived(self, copy: HostCopy, num_bytes: int, seconds: float) -> Adapter:
+        """All ranks have it, after so many seconds of reading."""
         entry = self._entries[copy]
         self.num_bytes += num_bytes - entry.num_bytes
         entry.is_here, entry.num_bytes = True, num_bytes
         entry.adapter.is_ready = True
+        entry.adapter.host_use.num_loads += 1
+        entry.adapter.host_use.load_seconds += seconds
         if entry.is_unwanted:
             self._remove(copy)
         return entry.adapter
@@ -133,7 +135,7 @@ class HostTier:
             return False
         for copy in victims:
             self.num_evictions += 1
-            self._remove(copy)
+            self._remove(copy).host_use.num_evictions += 1
         return True
 
     def _remove(self, copy: HostCopy) -> Adapter:

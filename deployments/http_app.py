@@ -2,7 +2,6 @@
 
 import asyncio
 import http
-import logging
 from typing import Any
 
 from fastapi import FastAPI, Request, Response
@@ -10,26 +9,52 @@ from fastapi.exceptions import RequestValidationError
 from fastapi.responses import JSONResponse
 from prometheus_client import CONTENT_TYPE_LATEST
 from starlette.exceptions import HTTPException
+from starlette.middleware.cors import CORSMiddleware
 
 from loray.deployments import admin, error_shapes, native, openai
-from loray.deployments.errors import Incomplete, InvalidRequest, LorayError
-from loray.deployments.middleware import KeyCheck, RequestCounter
+from loray.deployments.error_shapes import ERROR_RESPONSES
+from loray.deployments.errors import InvalidRequest, LorayError, TooLarge
+from loray.deployments.middleware import KeyCheck, Limits, RequestRecord
 from loray.deployments.service import Service
+from loray.deployments.tracing import Tracing, otlp_exporter
 
-logger = logging.getLogger(__name__)
 
-
-def make_app(service: Service) -> FastAPI:
-    app = FastAPI(title="loray", description="One base model, thousands of LoRA adapters.", version=str(service.info()["version"]))
+def make_app(service: Service, answers_request_id: bool = True) -> FastAPI:
+    """`answers_request_id`: unless whoever stands in front writes X-Request-Id into the answers."""
+    app = FastAPI(
+        title="loray",
+        description="One base model, thousands of LoRA adapters.",
+        version=str(service.info()["version"]),
+        responses=ERROR_RESPONSES,
+    )
     _add_error_handlers(app)
     app.include_router(native.make_router(service))
     app.include_router(openai.make_router(service))
     app.include_router(admin.make_router(service))
     _add_health(app, service)
     _add_descriptions(app, service)
-    app.add_middleware(KeyCheck, keys=service.args.api_keys)
-    app.add_middleware(RequestCounter, metrics=service.metrics)  # outermost: counts refusals too
+    _add_middleware(app, service, answers_request_id)
     return app
+
+
+def _add_middleware(app: FastAPI, service: Service, answers_request_id: bool) -> None:
+    """The last is the outermost."""
+    args = service.args
+    app.add_middleware(Limits, int(args.limits.max_body_bytes), args.limits.max_concurrent_requests)
+    app.add_middleware(KeyCheck, keys=args.api_keys)
+    if args.cors.allow_origins:  # outside of the keys: a browser asks for permission without one
+        app.add_middleware(
+            CORSMiddleware,
+            allow_origins=args.cors.allow_origins,
+            allow_methods=args.cors.allow_methods,
+            allow_headers=args.cors.allow_headers,
+            expose_headers=args.cors.expose_headers,
+            allow_credentials=args.cors.allow_credentials,
+            max_age=args.cors.max_age_s,
+        )
+    exporter = otlp_exporter(args.tracing)
+    tracing = Tracing(exporter, args.tracing) if exporter else None
+    app.add_middleware(RequestRecord, metrics=service.metrics, tracing=tracing, answers_id=answers_request_id)
 
 
 def _add_error_handlers(app: FastAPI) -> None:
@@ -45,12 +70,9 @@ def _add_error_handlers(app: FastAPI) -> None:
     async def on_http_error(request: Request, error: HTTPException) -> Response:
         if error.status_code == 400:  # FastAPI could not read the body as JSON text at all
             return error_shapes.response(request, InvalidRequest(f"the body is not valid JSON: {error.detail}"))
+        if error.status_code == TooLarge.status:
+            return error_shapes.response(request, TooLarge(error.detail))
         return _routing_error(request, error)
-
-    @app.exception_handler(Exception)
-    async def on_bug(request: Request, error: Exception) -> Response:
-        logger.error("%s %s failed", request.method, request.url.path, exc_info=error)
-        return error_shapes.response(request, Incomplete("internal error"))
 
 
 def _invalid_body(request: Request, error: RequestValidationError) -> InvalidRequest:

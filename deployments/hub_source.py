@@ -8,7 +8,7 @@ from pathlib import Path
 from huggingface_hub import HfApi, hf_hub_url
 from huggingface_hub.errors import EntryNotFoundError, HfHubHTTPError, RepositoryNotFoundError, RevisionNotFoundError
 
-from loray.deployments.adapter_sources import FILES, PICKLE_FILE, Offer, Place, missing_file
+from loray.deployments.adapter_sources import EXTRA_FILES, FILES, PICKLE_FILE, Offer, Place, missing_file
 from loray.deployments.errors import AdapterFailed, AdapterNotFound, LorayError
 from loray.models.adapter_config import CONFIG_FILE
 
@@ -34,7 +34,8 @@ class HubSource:
         if info.gated and not self.may_read(place, token):  # all may see what a gated repository has, few may read it
             raise not_found(place)
         is_private = bool(info.private or info.gated) or (token != "" and not self.may_read(place, ""))
-        return Offer({name: sizes[name] for name in FILES}, stamp=info.sha or "", is_private=is_private)
+        files = {name: sizes[name] for name in (*FILES, *EXTRA_FILES) if sizes.get(name) is not None}
+        return Offer(files, stamp=info.sha or "", is_private=is_private)
 
     def fetch(self, place: Place, offer: Offer, token: str, folder: Path) -> None:
         with _translated(place):

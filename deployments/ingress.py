@@ -33,7 +33,7 @@ class Ingress:
         self._admin = AdapterAdmin(self._service)
 
     def __serve_build_asgi_app__(self) -> FastAPI:
-        return make_app(self._service)
+        return make_app(self._service, answers_request_id=False)  # Serve's proxy does, and two would be one too many
 
     async def generate(self, body: dict[str, Any]) -> dict[str, Any]:
         return await self._native.generate(body)

@@ -11,6 +11,7 @@ from loray.deployments.adapter_metrics import AdapterMetrics
 from loray.deployments.adapter_status import AdapterStatus
 from loray.deployments.generation import Generation
 from loray.deployments.request import GenerationRequest
+from loray.deployments.request_log import RequestNote
 
 LATENCY_BUCKETS = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120)  # seconds
 TOKEN_BUCKETS = (0.001, 0.0025, 0.005, 0.01, 0.02, 0.03, 0.05, 0.075, 0.1, 0.2, 0.5, 1)  # seconds
@@ -29,17 +30,28 @@ class Metrics:
         self._registry.register(self._driver)
         self._adapters = AdapterMetrics(self._registry)
         self._requests = self._counter("requests", "HTTP requests", ["route", "status"])
+        self._failures = self._counter("failures", "Errors that callers were told, by type", ["type"])
+        self._key_requests = self._counter("key_requests", "HTTP requests by the API key's name", ["key", "status"])
+        self._key_tokens = self._counter("key_tokens", "Tokens by the API key's name", ["key", "kind"])
         self._generations = self._counter("generations", "Generations by outcome", ["adapter", "outcome"])
         self._embeddings = self._counter("embeddings", "Embeddings by outcome", ["adapter", "outcome"])
         self._prompt_tokens = self._counter("prompt_tokens", "Prompt tokens, of embeddings too", ["adapter"])
         self._generated_tokens = self._counter("generated_tokens", "Generated tokens", ["adapter"])
         self._first_token = self._histogram("time_to_first_token_seconds", "From request to first token", LATENCY_BUCKETS)
+        self._queue = self._histogram("queue_seconds", "From validation to a place in the batch", LATENCY_BUCKETS)
         self._gap = self._histogram("inter_token_seconds", "Between tokens", TOKEN_BUCKETS)
         self._total = self._histogram("generation_seconds", "From request to last token", LATENCY_BUCKETS)
         self._embedding = self._histogram("embedding_seconds", "From request to embedding", LATENCY_BUCKETS)
 
-    def observe_request(self, route: str, status: str) -> None:
+    def observe_request(self, note: RequestNote, route: str, status: str) -> None:
+        """Once, when it is over."""
         self._requests.labels(route, status).inc()
+        if note.error_type:
+            self._failures.labels(note.error_type).inc()
+        if note.key_name:
+            self._key_requests.labels(note.key_name, status).inc()
+            self._key_tokens.labels(note.key_name, "prompt").inc(note.num_prompt_tokens)
+            self._key_tokens.labels(note.key_name, "generated").inc(note.num_tokens)
 
     def observe_generation(self, generation: Generation, outcome: str) -> None:
         """Once, when it is over."""
@@ -52,6 +64,8 @@ class Metrics:
         if not generation.num_tokens:
             return
         self._first_token.labels(kind).observe(timing.first_token - timing.received)
+        if timing.admitted:
+            self._queue.labels(kind).observe(max(0.0, timing.admitted - timing.validated))
         self._total.labels(kind).observe(timing.finished - timing.received)
         gap_histogram = self._gap.labels(kind)
         for seconds in timing.gaps:

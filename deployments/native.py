@@ -1,88 +1,108 @@
 """The native API: a request becomes a generation or an embedding, and that becomes LoRAX's response shapes. Knows nothing of Ray."""
 
-from collections.abc import AsyncGenerator, Sequence
+from collections.abc import AsyncGenerator
 from contextlib import aclosing
-from typing import Any
-from urllib.parse import quote
+from dataclasses import replace
+from functools import partial
+from typing import Annotated, Any
 
-from fastapi import APIRouter, Response
+from fastapi import APIRouter, Depends, Response
 from fastapi.responses import JSONResponse
 
 from loray.deployments import sse
+from loray.deployments.caller_token import caller_token
 from loray.deployments.error_shapes import native_body
 from loray.deployments.errors import InvalidRequest
 from loray.deployments.generation import GeneratedToken, Generation, Timing
+from loray.deployments.merge import merge
+from loray.deployments.native_headers import request_headers, time_headers, token_headers
 from loray.deployments.native_request import (
-    NOT_BUILT,
+    ClassifyBatchBody,
     EmbedBody,
     EmbedParameters,
     GenerateBody,
     Parameters,
     TokenizeBody,
     adapter_ref,
+    check_best_of,
+    check_streamed,
     parse,
-    refuse_not_built,
     sampling_of,
 )
-from loray.deployments.request import GenerationRequest
+from loray.deployments.native_shapes import (
+    EVENTS,
+    EmbedShape,
+    Finished,
+    GenerateShape,
+    SpanShape,
+    details_shape,
+    event_shape,
+    stream_details_shape,
+)
+from loray.deployments.request import AdapterRef, GenerationRequest
 from loray.deployments.service import FieldNames, Service, Wanted
 
 NAMES = FieldNames(prompt="inputs", max_new_tokens="max_new_tokens")
-PRINTABLE = "".join(map(chr, range(32, 127)))
+NO_CLASSES = "inputs: this server's model generates text and makes embeddings; it does not classify tokens"
 
 
 class NativeApi:
-    """`generate`, `generate_stream` and `embed` are also the Python handle's; they take a dict and raise LorayError."""
+    """`generate`, `generate_stream` and `embed` are also the Python handle's; they take a dict and raise LorayError.
+
+    A `token` is the caller's own, for adapters, where the parameters have none."""
 
     def __init__(self, service: Service) -> None:
         self._service = service
 
     async def generate(self, body: Any) -> dict[str, Any]:
-        return (await self.respond(parse(GenerateBody, body), Timing()))[0]
+        response, _ = await self.respond(parse(GenerateBody, body), Timing())
+        return {**response}
 
     async def generate_stream(self, body: Any) -> AsyncGenerator[dict[str, Any], None]:
         timing = Timing()
-        call = await self.prepare(parse(GenerateBody, body))
+        call = await self.prepare_stream(parse(GenerateBody, body))
         async with aclosing(self.stream(call, timing)) as batches:
             async for batch in batches:
                 for event in batch:
                     yield event
 
     async def embed(self, body: Any) -> dict[str, Any]:
-        return (await self.respond_embed(parse(EmbedBody, body), Timing()))[0]
+        response, _ = await self.respond_embed(parse(EmbedBody, body), Timing())
+        return {**response}
 
-    async def prepare(self, body: GenerateBody) -> "Call":
+    async def prepare(self, body: GenerateBody, token: str = "") -> "Call":
         """Everything that can be wrong with a request before the model sees it."""
         parameters = body.parameters or Parameters()
-        refuse_not_built(parameters, NOT_BUILT)
-        adapter = adapter_ref(parameters.adapter_id, parameters.adapter_source, parameters.api_token, parameters.merged_adapters)
+        check_best_of(parameters, self._service.args.limits.max_best_of)
+        adapter = adapter_of(parameters, token)
         prompt_ids = await self._service.tokenizer.encode(body.inputs)
         if parameters.truncate is not None:
             prompt_ids = prompt_ids[-parameters.truncate :]
         wanted = Wanted(
-            sampling=sampling_of(parameters),
+            sampling=sampling_of(parameters, await self._grammar(parameters)),
             adapter=adapter,
             max_new_tokens=parameters.max_new_tokens,
             ignore_eos=bool(parameters.ignore_eos_token),
+            prompt_logprobs=bool(parameters.decoder_input_details),
         )
-        request = self._service.request(prompt_ids, wanted, NAMES)
-        return Call(body.inputs, parameters, request)
+        return Call(body.inputs, parameters, self._service.request(prompt_ids, wanted, NAMES))
 
-    async def respond(self, body: GenerateBody, timing: Timing) -> tuple[dict[str, Any], dict[str, str]]:
+    async def prepare_stream(self, body: GenerateBody, token: str = "") -> "Call":
+        check_streamed(body.parameters or Parameters())
+        return await self.prepare(body, token)
+
+    async def respond(self, body: GenerateBody, timing: Timing, token: str = "") -> tuple[GenerateShape, dict[str, str]]:
         """The response and its headers."""
         if body.stream:
             raise InvalidRequest("stream: true is for /generate_stream and for POST /", "stream")
-        call = await self.prepare(body)
-        tokens: list[dict[str, Any]] = []
-        text = ""
-        async with self._service.generation(call.request, call.stops, timing) as generation:
-            async for piece in generation:
-                text += piece.text
-                tokens += map(token_shape, piece.tokens)
-        response: dict[str, Any] = {"generated_text": call.full_text(text, generation)}
-        if call.parameters.details:
-            response["details"] = {**details_shape(generation), "prefill": [], "tokens": tokens}
-        return response, {**self._first_headers(call, timing), **last_headers(generation)}
+        call = await self.prepare(body, token)
+        sequences = await self._finish_all(call, timing)
+        best = max(sequences, key=lambda sequence: sequence.mean_logprob)
+        response: GenerateShape = {"generated_text": best.text}
+        if call.parameters.details or call.parameters.decoder_input_details:
+            prompt = await sequences[0].generation.prompt_tokens() if call.parameters.decoder_input_details else []
+            response["details"] = details_shape(best, [sequence for sequence in sequences if sequence is not best], prompt)
+        return response, self._headers(call, best.generation, max(sequence.generation.timing.finished for sequence in sequences))
 
     async def stream(self, call: "Call", timing: Timing) -> sse.Batches:
         text = ""
@@ -91,48 +111,62 @@ class NativeApi:
                 text += piece.text
                 events = [event_shape(token) for token in piece.tokens]
                 if piece.finish_reason:
-                    events[-1] |= {"generated_text": call.full_text(text, generation), "details": details_shape(generation)}
+                    events[-1] |= {"generated_text": call.full_text(text, generation), "details": stream_details_shape(generation)}
                 yield events
 
-    async def stream_response(self, body: GenerateBody, timing: Timing) -> sse.EventStream:
-        call = await self.prepare(body)
-        return await sse.event_stream(self.stream(call, timing), lambda: self._first_headers(call, timing), native_body)
+    async def stream_response(self, body: GenerateBody, timing: Timing, token: str) -> sse.EventStream:
+        call = await self.prepare_stream(body, token)
+        headers = partial(request_headers, self._service, call.inputs, call.request, timing)
+        keep_alive_s = self._service.args.limits.keep_alive_s
+        return await sse.event_stream(self.stream(call, timing), headers, native_body, keep_alive_s=keep_alive_s)
 
-    async def respond_embed(self, body: EmbedBody, timing: Timing) -> tuple[dict[str, Any], dict[str, str]]:
+    async def respond_embed(self, body: EmbedBody, timing: Timing, token: str = "") -> tuple[EmbedShape, dict[str, str]]:
         """The response and its headers."""
         parameters = body.parameters or EmbedParameters()
-        adapter = adapter_ref(parameters.adapter_id, parameters.adapter_source, parameters.api_token, parameters.merged_adapters)
+        adapter = adapter_of(parameters, token)
         prompt_ids = await self._service.tokenizer.encode(body.inputs)
         request = self._service.embedding_request(prompt_ids, adapter, NAMES.prompt)
         embedding = await self._service.embed(request, NAMES.prompt, timing)
-        headers = {
-            **self._request_headers(body.inputs, request, timing),
+        headers = request_headers(self._service, body.inputs, request, timing) | time_headers(timing)
+        return {"embeddings": embedding}, headers | {"x-total-tokens": str(len(prompt_ids))}
+
+    async def _grammar(self, parameters: Parameters) -> bytes:
+        """Compiled; empty for none."""
+        spec = parameters.response_format.spec if parameters.response_format else None
+        return await self._service.grammars.compile(spec, "response_format") if spec else b""
+
+    async def _finish_all(self, call: "Call", timing: Timing) -> list[Finished]:
+        """As many sequences as are wanted, at once. Cancelling it, or an error of one, ends them all."""
+        others = [(self._service.again(call.request), Timing(timing.received)) for _ in range(1, call.parameters.num_sequences)]
+        begun = [(call.request, timing), *others]
+        sources = [self._finish(call, index, request, timing) for index, (request, timing) in enumerate(begun)]
+        async with aclosing(sources[0] if len(sources) == 1 else merge(sources)) as finished:
+            by_index = {index: sequence async for index, sequence in finished}
+        return [by_index[index] for index in range(len(sources))]
+
+    async def _finish(
+        self, call: "Call", index: int, request: GenerationRequest, timing: Timing
+    ) -> AsyncGenerator[tuple[int, Finished], None]:
+        tokens: list[GeneratedToken] = []
+        text = ""
+        async with self._service.generation(request, call.stops, timing) as generation:
+            async for piece in generation:
+                text += piece.text
+                tokens += piece.tokens
+        yield index, Finished(generation, call.full_text(text, generation), tokens)
+
+    def _headers(self, call: "Call", generation: Generation, finished: float) -> dict[str, str]:
+        timing = replace(generation.timing, finished=finished)
+        return {
+            **request_headers(self._service, call.inputs, call.request, timing),
             **time_headers(timing),
-            "x-total-tokens": str(len(prompt_ids)),
+            **token_headers(generation.num_prompt_tokens, generation.num_tokens, timing),
         }
-        return {"embeddings": embedding}, headers
 
-    def _first_headers(self, call: "Call", timing: Timing) -> dict[str, str]:
-        """What is known when the first token is there."""
-        headers = self._request_headers(call.inputs, call.request, timing)
-        return headers | {"x-time-to-first-token": milliseconds(timing.received, timing.first_token)}
 
-    def _request_headers(self, inputs: str, request: GenerationRequest, timing: Timing) -> dict[str, str]:
-        headers = {
-            "x-compute-type": self._service.compute_type,
-            "x-compute-characters": str(len(inputs)),
-            "x-validation-time": milliseconds(timing.received, timing.validated),
-            "x-queue-time": milliseconds(timing.validated, timing.accepted),
-            "x-prompt-tokens": str(len(request.prompt_ids)),
-            "x-model-id": header_text(self._service.model_id),
-        }
-        if request.adapter:
-            scheme, is_url, _ = request.adapter_id.partition("://")
-            source = request.adapter.source or (scheme if is_url else self._service.args.adapters.default_source)
-            merge = request.adapter.merge
-            adapter_ids = ",".join(merge.adapter_ids) if merge else request.adapter_id
-            headers |= {"x-adapter-id": header_text(adapter_ids), "x-adapter-source": source}
-        return headers
+def adapter_of(parameters: Parameters | EmbedParameters, token: str) -> AdapterRef | None:
+    api_token = token if parameters.api_token is None else parameters.api_token
+    return adapter_ref(parameters.adapter_id, parameters.adapter_source, api_token, parameters.merged_adapters)
 
 
 class Call:
@@ -150,85 +184,54 @@ class Call:
         return prompt + text + generation.stop_text
 
 
-def token_shape(token: GeneratedToken) -> dict[str, Any]:
-    return {"id": token.id, "text": token.text, "logprob": token.logprob, "special": token.is_special, "skipped": False}
-
-
-def event_shape(token: GeneratedToken) -> dict[str, Any]:
-    return {"token": token_shape(token), "generated_text": None, "details": None}
-
-
-def details_shape(generation: Generation) -> dict[str, Any]:
-    sampling = generation.request.sampling
-    return {
-        "finish_reason": generation.finish_reason,
-        "prompt_tokens": generation.num_prompt_tokens,
-        "generated_tokens": generation.num_tokens,
-        "skipped_tokens": 0,
-        "seed": sampling.seed if sampling.temperature else None,  # greedy used none
-    }
-
-
-def last_headers(generation: Generation) -> dict[str, str]:
-    inference_seconds = generation.timing.finished - generation.timing.accepted
-    return {
-        **time_headers(generation.timing),
-        "x-time-per-token": milliseconds(0, inference_seconds / generation.num_tokens),
-        "x-generated-tokens": str(generation.num_tokens),
-        "x-total-tokens": str(generation.num_prompt_tokens + generation.num_tokens),
-        "x-skipped-tokens": "0",
-    }
-
-
-def time_headers(timing: Timing) -> dict[str, str]:
-    total = milliseconds(timing.received, timing.finished)
-    return {"x-compute-time": total, "x-total-time": total, "x-inference-time": milliseconds(timing.accepted, timing.finished)}
-
-
-def milliseconds(start: float, end: float) -> str:
-    return str(max(0, round((end - start) * 1000)))
-
-
-def header_text(text: str) -> str:
-    """Headers carry printable ASCII; the rest is percent-encoded."""
-    return quote(text, safe=PRINTABLE)
-
-
 def make_router(service: Service) -> APIRouter:
     api = NativeApi(service)
     router = APIRouter(tags=["native"])
+    Token = Annotated[str, Depends(caller_token(service.args.api_keys))]
 
-    @router.post("/generate", response_model=None)
-    async def generate(body: GenerateBody) -> Response:
+    @router.post("/generate", response_model=GenerateShape)
+    async def generate(body: GenerateBody, token: Token) -> Response:
         """One generation, answered whole."""
-        response, headers = await api.respond(body, Timing())
+        response, headers = await api.respond(body, Timing(), token)
         return JSONResponse(response, headers=headers)
 
-    @router.post("/generate_stream", response_model=None)
-    async def generate_stream(body: GenerateBody) -> Response:
+    @router.post("/generate_stream", status_code=200, response_class=sse.EventStream, responses={200: EVENTS})
+    async def generate_stream(body: GenerateBody, token: Token) -> Response:
         """One generation, one server-sent event a token."""
-        return await api.stream_response(body, Timing())
+        return await api.stream_response(body, Timing(), token)
 
-    @router.post("/", response_model=None)
-    @router.post("/invocations", response_model=None)
-    async def compatible(body: GenerateBody) -> Response:
+    @router.post("/", response_model=list[GenerateShape], responses={200: EVENTS})
+    @router.post("/invocations", response_model=list[GenerateShape], responses={200: EVENTS})
+    async def compatible(body: GenerateBody, token: Token) -> Response:
         """Streamed or whole, as `stream` says; whole is an array of one."""
         timing = Timing()
         if body.stream:
-            return await api.stream_response(body, timing)
-        response, headers = await api.respond(body, timing)
+            return await api.stream_response(body, timing, token)
+        response, headers = await api.respond(body, timing, token)
         return JSONResponse([response], headers=headers)
 
-    @router.post("/embed", response_model=None)
-    async def embed(body: EmbedBody) -> Response:
+    @router.post("/embed", response_model=EmbedShape)
+    async def embed(body: EmbedBody, token: Token) -> Response:
         """One text as a vector: its final hidden states, pooled."""
-        response, headers = await api.respond_embed(body, Timing())
+        response, headers = await api.respond_embed(body, Timing(), token)
         return JSONResponse(response, headers=headers)
 
-    @router.post("/tokenize")
-    async def tokenize(body: TokenizeBody) -> Sequence[dict[str, Any]]:
+    @router.post("/classify", response_model=None, status_code=422)
+    async def classify(body: EmbedBody) -> Response:
+        """The entities in a text: always refused, for the models served here do not classify."""
+        raise InvalidRequest(NO_CLASSES, "inputs")
+
+    @router.post("/classify_batch", response_model=None, status_code=422)
+    async def classify_batch(body: ClassifyBatchBody) -> Response:
+        """The entities in several texts: always refused, as /classify."""
+        raise InvalidRequest(NO_CLASSES, "inputs")
+
+    @router.post("/tokenize", response_model=list[SpanShape])
+    async def tokenize(body: TokenizeBody) -> Response:
         """The tokens of a text; start and stop count characters."""
         spans = await service.tokenizer.spans(body.inputs, body.add_special_tokens is not False)
-        return [{"id": span.id, "text": body.inputs[span.start : span.stop], "start": span.start, "stop": span.stop} for span in spans]
+        return JSONResponse(
+            [{"id": span.id, "text": body.inputs[span.start : span.stop], "start": span.start, "stop": span.stop} for span in spans]
+        )
 
     return router

@@ -1,13 +1,15 @@
-"""The body of a native request, as http clients of LoRAX write it. Refuses what is not built; runs nothing."""
+"""The body of a native request, as http clients of LoRAX write it, and what it asks of the model. Runs nothing."""
 
-from typing import Annotated, Any, TypeVar
+import json
+from typing import Annotated, Any, Literal, TypeVar
 
-from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationError, ValidationInfo, field_validator
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationError, ValidationInfo, field_validator, model_validator
 
 from loray.deployments.error_shapes import invalid_request
 from loray.deployments.errors import InvalidRequest
+from loray.deployments.grammars import GrammarKind, GrammarSpec
 from loray.deployments.request import SOURCES, AdapterRef, MajoritySign, MergeRecipe, MergeStrategy
-from loray.deployments.service import MAX_SEED, MAX_STOPS, random_seed
+from loray.deployments.service import MAX_ALTERNATIVES, MAX_SEED, MAX_STOPS, random_seed
 from loray.models.step import MAX_TOP_K, Sampling
 
 MAX_MERGED = 16  # adapters in one merge
@@ -76,14 +78,62 @@ class MergedAdapters(Body):
         )
 
 
+def json_text(schema: dict[str, Any]) -> str:
+    """What came as JSON, in JSON again: what only Python's parser takes for JSON is refused."""
+    try:
+        return whole_characters(json.dumps(schema, ensure_ascii=False, allow_nan=False))
+    except RecursionError:
+        raise ValueError("is nested too deeply") from None
+
+
+class ResponseFormat(Body):
+    """What the text must look like. lorax-client knows only json_object, always with a schema."""
+
+    type: Literal["text", "json_object", "json_schema", "regex", "ebnf"]
+    json_schema: dict[str, Any] | None = Field(default=None, alias="schema")
+    """Of json_schema, and of json_object if not any object will do."""
+    regex: Text | None = Field(default=None, min_length=1)
+    """Of regex."""
+    grammar: Text | None = Field(default=None, min_length=1)
+    """Of ebnf."""
+
+    @field_validator("json_schema")
+    @classmethod
+    def schema_is_json(cls, schema: dict[str, Any] | None) -> dict[str, Any] | None:
+        if schema is not None:
+            json_text(schema)
+        return schema
+
+    @model_validator(mode="after")
+    def has_what_its_type_needs(self) -> "ResponseFormat":
+        given = {"schema": self.json_schema, "regex": self.regex, "grammar": self.grammar}
+        needed = {"json_schema": "schema", "regex": "regex", "ebnf": "grammar"}.get(self.type)
+        if needed and given[needed] is None:
+            raise ValueError(f"{self.type} needs a {needed}")
+        for name, value in given.items():
+            if value is not None and name != needed and (self.type, name) != ("json_object", "schema"):
+                raise ValueError(f"{self.type} takes no {name}")
+        return self
+
+    @property
+    def spec(self) -> GrammarSpec | None:
+        """None for any text."""
+        if self.type == "text":
+            return None
+        if self.type == "json_object" and not self.json_schema:
+            return GrammarSpec("json_object")
+        kind: GrammarKind = "json_schema" if self.type == "json_object" else self.type
+        return GrammarSpec(kind, self.regex or self.grammar or json_text(self.json_schema or {}))
+
+
 class Parameters(Body):
     adapter_id: Text | None = None
     """Empty or null: the base model."""
     adapter_source: Text | None = None
     api_token: Text | None = None
-    """For adapters that not everybody may read."""
+    """For adapters that not everybody may read; the bearer of the Authorization header, when not given."""
     do_sample: bool | None = None
-    """Implied by a temperature other than 0 and 1, by top_k and by top_p."""
+    """Implied by a temperature other than 0 and 1, by top_k, by top_p and by typical_p."""
     temperature: float | None = Field(default=None, ge=0)
     """0 is greedy."""
     top_k: int | None = Field(default=None, gt=0, le=MAX_TOP_K)
@@ -93,6 +143,7 @@ class Parameters(Body):
     max_new_tokens: int | None = Field(default=None, ge=1)
     """What fits into max_total_tokens, when not given."""
     ignore_eos_token: bool | None = None
+    """A text with a response_format ends where the format does all the same."""
     return_full_text: bool | None = None
     """Put the prompt before the text."""
     details: bool | None = None
@@ -100,36 +151,31 @@ class Parameters(Body):
     truncate: int | None = Field(default=None, ge=1)
     """Keep the last so many tokens of the prompt."""
     best_of: int | None = Field(default=None, ge=1)
+    """Try so many sequences at once and answer the one whose tokens are the most probable on average."""
     typical_p: float | None = Field(default=None, gt=0, lt=1)
     repetition_penalty: float | None = Field(default=None, gt=0)
+    """Over prompt and output; 1 is none."""
     frequency_penalty: float | None = Field(default=None, ge=-2, le=2)
     presence_penalty: float | None = Field(default=None, ge=-2, le=2)
     watermark: bool | None = None
     decoder_input_details: bool | None = None
-    return_k_alternatives: int | None = Field(default=None, ge=0)
+    """Tell the prompt's tokens and their log-probabilities; implies details."""
+    return_k_alternatives: int | None = Field(default=None, ge=0, le=MAX_ALTERNATIVES)
+    """Tell so many of the most probable tokens at each new one's place."""
     merged_adapters: MergedAdapters | None = None
     """Not together with adapter_id."""
-    response_format: dict[str, Any] | None = None
+    response_format: ResponseFormat | None = None
 
     @property
     def is_sampling(self) -> bool:
         if self.temperature == 0:
             return False
-        return bool(self.do_sample) or self.temperature not in (None, 1) or self.top_k is not None or self.top_p is not None
+        warpers = (self.top_k, self.top_p, self.typical_p)
+        return bool(self.do_sample) or self.temperature not in (None, 1) or any(warper is not None for warper in warpers)
 
-
-# Fields of the contract that are not built yet, with the value that asks for nothing.
-NOT_BUILT: dict[str, Any] = {
-    "best_of": 1,
-    "typical_p": None,
-    "repetition_penalty": 1,
-    "frequency_penalty": 0,
-    "presence_penalty": 0,
-    "watermark": False,
-    "decoder_input_details": False,
-    "return_k_alternatives": 0,
-    "response_format": {"type": "text"},
-}
+    @property
+    def num_sequences(self) -> int:
+        return self.best_of or 1
 
 
 class GenerateBody(Body):
@@ -143,7 +189,7 @@ class EmbedParameters(Body):
     """Empty or null: the base model."""
     adapter_source: Text | None = None
     api_token: Text | None = None
-    """For adapters that not everybody may read."""
+    """For adapters that not everybody may read; the bearer of the Authorization header, when not given."""
     merged_adapters: MergedAdapters | None = None
     """Not together with adapter_id."""
 
@@ -151,6 +197,14 @@ class EmbedParameters(Body):
 class EmbedBody(Body):
     inputs: Text
     parameters: EmbedParameters | None = None
+    stream: Literal[False] | None = None
+    """lorax-client says of everything that it shall not be streamed."""
+
+
+class ClassifyBatchBody(Body):
+    inputs: list[Text] = Field(min_length=1)
+    parameters: EmbedParameters | None = None
+    stream: Literal[False] | None = None
 
 
 class TokenizeBody(Body):
@@ -166,14 +220,6 @@ def parse(kind: type[B], body: Any) -> B:
         raise invalid_request(error.errors()) from None
 
 
-def refuse_not_built(model: BaseModel, not_built: dict[str, Any]) -> None:
-    """A parameter that would be ignored is worse than an error."""
-    for name, nothing in not_built.items():
-        value = getattr(model, name)
-        if value is not None and value != nothing:
-            raise InvalidRequest(f"{name}: not supported by this server yet", name)
-
-
 def adapter_ref(
     adapter_id: str | None, source: str | None, api_token: str | None, merged: MergedAdapters | None = None
 ) -> AdapterRef | None:
@@ -187,12 +233,36 @@ def adapter_ref(
     return AdapterRef(adapter_id=name, source=source or "", api_token=api_token or "", merge=recipe) if name else None
 
 
-def sampling_of(parameters: Parameters) -> Sampling:
-    if not parameters.is_sampling:
-        return Sampling()
+def sampling_of(parameters: Parameters, grammar: bytes) -> Sampling:
+    """`grammar` is the compiled response_format, empty for none."""
+    is_sampling = parameters.is_sampling
     return Sampling(
-        temperature=1.0 if parameters.temperature is None else parameters.temperature,
-        top_k=parameters.top_k or 0,
-        top_p=1.0 if parameters.top_p is None else parameters.top_p,
-        seed=random_seed() if parameters.seed is None else parameters.seed,
+        temperature=(1.0 if parameters.temperature is None else parameters.temperature) if is_sampling else 0.0,
+        top_k=(is_sampling and parameters.top_k) or 0,
+        top_p=(is_sampling and parameters.top_p) or 1.0,
+        typical_p=(is_sampling and parameters.typical_p) or 1.0,
+        seed=(random_seed() if parameters.seed is None else parameters.seed) if is_sampling else 0,
+        repetition_penalty=parameters.repetition_penalty or 1.0,
+        frequency_penalty=parameters.frequency_penalty or 0.0,
+        presence_penalty=parameters.presence_penalty or 0.0,
+        watermark=bool(parameters.watermark),
+        grammar=grammar,
+        num_alternatives=parameters.return_k_alternatives or 0,
     )
+
+
+def check_best_of(parameters: Parameters, max_best_of: int) -> None:
+    num = parameters.num_sequences
+    if num > max_best_of:
+        raise InvalidRequest(f"best_of: {num} is more than this server's max_best_of, {max_best_of}", "best_of")
+    if num > 1 and not parameters.is_sampling:
+        raise InvalidRequest("best_of: without sampling all sequences are the same; set do_sample or a temperature", "best_of")
+    if num > 1 and parameters.seed is not None:
+        raise InvalidRequest("seed: must not be set when best_of is more than 1", "seed")
+
+
+def check_streamed(parameters: Parameters) -> None:
+    if parameters.num_sequences > 1:
+        raise InvalidRequest("best_of: more than 1 can not be streamed", "best_of")
+    if parameters.decoder_input_details:
+        raise InvalidRequest("decoder_input_details: can not be streamed", "decoder_input_details")

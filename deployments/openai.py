@@ -1,105 +1,121 @@
 """The OpenAI API: chat and text completions, embeddings, and the list of models. Shapes are in openai_shapes; knows nothing of Ray."""
 
 import asyncio
+import hashlib
 import time
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, Sequence
 from contextlib import aclosing
-from dataclasses import dataclass, field
-from typing import Any
+from dataclasses import dataclass
+from typing import Annotated, Any
 
-from fastapi import APIRouter, Response
+from fastapi import APIRouter, Depends, Response
 from fastapi.responses import JSONResponse
 
 from loray.deployments import sse
+from loray.deployments.answer_plan import answer_plan
+from loray.deployments.caller_token import caller_token
+from loray.deployments.chat_template import ChatTemplates
 from loray.deployments.error_shapes import openai_body
 from loray.deployments.errors import AdapterNotFound, InvalidRequest
-from loray.deployments.generation import GeneratedToken, Piece, Timing
+from loray.deployments.generation import Piece, PromptToken, Timing
 from loray.deployments.merge import merge
-from loray.deployments.openai_request import (
-    CHAT_NOT_BUILT,
-    COMPLETION_NOT_BUILT,
-    DEFAULT_COMPLETION_TOKENS,
-    ChatBody,
-    CompletionBody,
-    EmbeddingBody,
-    OpenAIBody,
-)
-from loray.deployments.openai_shapes import ChatShape, CompletionShape, embeddings_shape, usage_shape
+from loray.deployments.openai_choices import ChatChoice, Choice, CompletionChoice
+from loray.deployments.openai_docs import CHAT_DOCS, COMPLETION_DOCS, ERROR_DOCS, EmbeddingList, Model, ModelList
+from loray.deployments.openai_request import DEFAULT_COMPLETION_TOKENS, ChatBody, CompletionBody, EmbeddingBody, OpenAIBody
+from loray.deployments.openai_shapes import ResponseShape, Usage, embeddings_shape
 from loray.deployments.request import GenerationRequest
 from loray.deployments.service import FieldNames, Service, Wanted
+from loray.deployments.tool_parser import ToolCallParser
 
 CHAT_NAMES = FieldNames(prompt="messages", max_new_tokens="max_tokens")
 COMPLETION_NAMES = FieldNames(prompt="prompt", max_new_tokens="max_tokens")
-MAX_INPUTS_AT_ONCE = 64  # of one embeddings request: it must not fill the driver's queue alone
+MAX_AT_ONCE = 64  # inputs or sequences of one request: it must not fill the driver's queue alone
+HUB_TOKEN = "hf_"  # how tokens begin; other values of the header are other services' keys, or nothing, and go nowhere
+
 Vectors = AsyncGenerator[tuple[int, list[float]], None]
+Pieces = AsyncGenerator[tuple[int, Piece, Sequence[PromptToken]], None]  # of the choice with that index; with its first: the prompt
 
 
 @dataclass(frozen=True, slots=True)
 class Call:
-    """A request that passed validation: one generation for each choice."""
+    """A request that passed validation: one generation for each choice, `num_sequences` of them for each prompt."""
 
     body: OpenAIBody
     requests: list[GenerationRequest]
-    shape: CompletionShape
+    choices: Sequence[Choice]
+    shape: ResponseShape
+    usage: Usage
     received: float  # seconds of the monotonic clock
-
-
-@dataclass(slots=True)
-class Choice:
-    """What one generation has given so far."""
-
-    text: str = ""
-    tokens: list[GeneratedToken] = field(default_factory=list)
-    finish_reason: str = ""
-
-    def add(self, piece: Piece) -> None:
-        self.text += piece.text
-        self.tokens += piece.tokens
-        self.finish_reason = piece.finish_reason
+    turns: asyncio.Semaphore
 
 
 class OpenAIApi:
+    """A `token` is the caller's own, for adapters, where the body has none."""
+
     def __init__(self, service: Service) -> None:
         self._service = service
         self._created = int(time.time())
+        self._templates = ChatTemplates(service.tokenizer, service.backend, service.args.model.chat_template)
+        model = service.args.model
+        served = f"{model.id}\n{model.revision}\n{service.info()['model_dtype']}\n{service.info()['version']}"
+        self._fingerprint = f"fp_{hashlib.blake2b(served.encode(), digest_size=5).hexdigest()}"
 
-    async def chat_call(self, body: ChatBody) -> Call:
+    async def chat_call(self, body: ChatBody, token: str) -> Call:
         received = time.monotonic()
-        body.refuse(CHAT_NOT_BUILT)
-        prompt_ids = await self._service.tokenizer.encode_chat([message.for_template() for message in body.messages])
-        request = self._request(body, prompt_ids, body.max_new_tokens, CHAT_NAMES)
-        return Call(body, [request], ChatShape(body.model, body.includes_usage, bool(body.logprobs)), received)
-
-    async def completion_call(self, body: CompletionBody) -> Call:
-        received = time.monotonic()
-        body.refuse(COMPLETION_NOT_BUILT)
+        self._check_choices(body)
+        plan = answer_plan(body)
+        adapter = body.adapter(self._service.model_id, token)
+        messages = [message.for_template(position) for position, message in enumerate(body.messages)]
+        prompt_ids = await self._templates.prompt_ids(messages, plan.tools, adapter)
+        grammar = await self._service.grammars.compile(plan.grammar, plan.param) if plan.grammar else b""
         requests = []
+        for seed in body.seeds():
+            wanted = Wanted(
+                sampling=body.sampling(grammar, seed),
+                adapter=adapter,
+                max_new_tokens=body.max_new_tokens,
+                ignore_eos=bool(body.ignore_eos),
+                stop_token_ids=tuple(body.stop_token_ids or ()),
+            )
+            requests.append(self._service.request(prompt_ids, wanted, CHAT_NAMES))
+        choices = [ChatChoice(i, bool(body.logprobs), ToolCallParser() if plan.tools else None) for i in range(len(requests))]
+        shape = ResponseShape("chat", body.model, self._fingerprint)
+        return Call(body, requests, choices, shape, Usage(len(prompt_ids)), received, self._turns())
+
+    async def completion_call(self, body: CompletionBody, token: str) -> Call:
+        received = time.monotonic()
+        self._check_choices(body)
+        body.check()
+        requests: list[GenerationRequest] = []
+        choices: list[CompletionChoice] = []
+        usage = Usage(0)
         for prompt in body.prompts:
             prompt_ids = await self._token_ids(prompt, COMPLETION_NAMES.prompt)
-            room = max(1, self._service.max_total_tokens - len(prompt_ids))
-            max_new_tokens = min(DEFAULT_COMPLETION_TOKENS, room) if body.max_tokens is None else body.max_tokens
-            requests.append(self._request(body, prompt_ids, max_new_tokens, COMPLETION_NAMES))
-        return Call(body, requests, CompletionShape(body.model, body.includes_usage), received)
+            usage.num_prompt_tokens += len(prompt_ids)
+            echo = (prompt if isinstance(prompt, str) else self._service.tokenizer.decode(prompt)) if body.echo else ""
+            for request in self._completion_requests(body, prompt_ids, token):
+                requests.append(request)
+                choices.append(CompletionChoice(len(choices), body.logprobs is not None, echo, is_echo_only=body.max_tokens == 0))
+        shape = ResponseShape("completion", body.model, self._fingerprint)
+        return Call(body, requests, choices, shape, usage, received, self._turns())
 
     async def answer(self, call: Call) -> Response:
         if call.body.stream:
-            return await sse.event_stream(self._stream(call), dict, openai_body, end=sse.DONE)
-        choices = [Choice() for _ in call.requests]
+            keep_alive_s = self._service.args.limits.keep_alive_s
+            return await sse.event_stream(self._stream(call), dict, openai_body, sse.DONE, keep_alive_s)
         async with aclosing(self._pieces(call)) as pieces:
-            async for index, piece in pieces:
-                choices[index].add(piece)
-        shapes = [call.shape.choice(index, choice.text, choice.tokens, choice.finish_reason) for index, choice in enumerate(choices)]
-        num_tokens = sum(len(choice.tokens) for choice in choices)
-        return JSONResponse(call.shape.whole(shapes, self._usage(call, num_tokens)))
+            async for index, piece, prompt in pieces:
+                call.choices[index].add(piece, prompt)
+        call.usage.num_tokens = sum(choice.num_tokens for choice in call.choices)
+        return JSONResponse(call.shape.whole([choice.whole() for choice in best(call)], call.usage))
 
-    async def embeddings(self, body: EmbeddingBody) -> dict[str, Any]:
+    async def embeddings(self, body: EmbeddingBody, token: str) -> dict[str, Any]:
         received = time.monotonic()
-        body.refuse()
-        adapter = body.adapter(self._service.model_id)
+        adapter = body.adapter(self._service.model_id, token)
         requests = {
             name: self._service.embedding_request(await self._token_ids(item, name), adapter, name) for name, item in body.inputs().items()
         }
-        turns = asyncio.Semaphore(min(MAX_INPUTS_AT_ONCE, self._service.args.scheduler.max_waiting))
+        turns = self._turns()
         sources = [self._embedding(index, request, name, Timing(received), turns) for index, (name, request) in enumerate(requests.items())]
         async with aclosing(merge(sources)) as vectors:
             by_index = {index: vector async for index, vector in vectors}
@@ -117,10 +133,32 @@ class OpenAIApi:
                 return {**shape, "id": model_id}
         raise AdapterNotFound(f"the model {model_id!r} does not exist")
 
-    def _request(self, body: OpenAIBody, prompt_ids: list[int], max_new_tokens: int | None, names: FieldNames) -> GenerationRequest:
-        adapter = body.adapter(self._service.model_id)
-        wanted = Wanted(sampling=body.sampling(), adapter=adapter, max_new_tokens=max_new_tokens, ignore_eos=bool(body.ignore_eos))
-        return self._service.request(prompt_ids, wanted, names)
+    def _completion_requests(self, body: CompletionBody, prompt_ids: list[int], token: str) -> list[GenerationRequest]:
+        """Of one prompt."""
+        max_new_tokens = body.max_tokens
+        if max_new_tokens is None:
+            max_new_tokens = min(DEFAULT_COMPLETION_TOKENS, self._service.max_total_tokens - len(prompt_ids))
+        wanted = [
+            Wanted(
+                sampling=body.sampling(b"", seed),
+                adapter=body.adapter(self._service.model_id, token),
+                max_new_tokens=max(1, max_new_tokens),
+                ignore_eos=bool(body.ignore_eos),
+                stop_token_ids=tuple(body.stop_token_ids or ()),
+                prompt_logprobs=bool(body.echo) and body.logprobs is not None,
+            )
+            for seed in body.seeds()
+        ]
+        return [self._service.request(prompt_ids, one, COMPLETION_NAMES) for one in wanted]
+
+    def _check_choices(self, body: OpenAIBody) -> None:
+        most = self._service.args.limits.max_choices
+        for name, num in {"n": body.num_choices, "best_of": body.num_sequences}.items():
+            if num > most:
+                raise InvalidRequest(f"{name}: {num} is more than this server's max_choices, {most}", name)
+
+    def _turns(self) -> asyncio.Semaphore:
+        return asyncio.Semaphore(min(MAX_AT_ONCE, self._service.args.scheduler.max_waiting))
 
     async def _token_ids(self, prompt: str | list[int], name: str) -> list[int]:
         if isinstance(prompt, str):
@@ -136,59 +174,86 @@ class OpenAIApi:
             vector = await self._service.embed(request, name, timing)
         yield index, vector
 
-    def _pieces(self, call: Call) -> AsyncGenerator[tuple[int, Piece], None]:
-        """Of all the choices, with the choice's index."""
+    def _pieces(self, call: Call) -> Pieces:
         sources = [self._pieces_of(call, index) for index in range(len(call.requests))]
         return sources[0] if len(sources) == 1 else merge(sources)
 
-    async def _pieces_of(self, call: Call, index: int) -> AsyncGenerator[tuple[int, Piece], None]:
-        async with self._service.generation(call.requests[index], call.body.stops, Timing(call.received)) as generation:
+    async def _pieces_of(self, call: Call, index: int) -> Pieces:
+        request = call.requests[index]
+        async with call.turns, self._service.generation(request, call.body.stops, Timing(call.received)) as generation:
+            is_first = request.wants_prompt_logprobs
             async for piece in generation:
-                yield index, piece
+                yield index, piece, await generation.prompt_tokens() if is_first else ()
+                is_first = False
 
     async def _stream(self, call: Call) -> sse.Batches:
-        num_tokens = 0
         async with aclosing(self._pieces(call)) as pieces:
-            async for index, piece in pieces:
-                num_tokens += len(piece.tokens)
-                chunks = call.shape.chunks(index, piece.text, piece.tokens, piece.finish_reason)
-                if chunks:
-                    yield chunks
+            async for index, piece, prompt in pieces:
+                choice = call.choices[index]
+                call.usage.num_tokens -= choice.num_tokens
+                parts = choice.add(piece, prompt)
+                call.usage.num_tokens += choice.num_tokens
+                if parts:
+                    tail = chunk_tail(call)
+                    yield [call.shape.chunk([part], **tail) for part in parts]
         if call.body.includes_usage:
-            yield [call.shape.usage_chunk(self._usage(call, num_tokens))]
-
-    def _usage(self, call: Call, num_tokens: int) -> dict[str, int]:
-        return usage_shape(sum(len(request.prompt_ids) for request in call.requests), num_tokens)
+            yield [call.shape.chunk([], usage=call.usage.shape())]
 
     def _model_shape(self, model_id: str, parent: str | None) -> dict[str, Any]:
         return {"id": model_id, "object": "model", "created": self._created, "owned_by": "loray", "root": model_id, "parent": parent}
 
 
+def best(call: Call) -> list[Choice]:
+    """The choices that are answered: of each prompt's sequences the most probable, if there are more than asked for."""
+    num, of = call.body.num_choices, call.body.num_sequences
+    if num == of:
+        return list(call.choices)
+    chosen: list[Choice] = []
+    for start in range(0, len(call.choices), of):
+        completions = [choice for choice in call.choices[start : start + of] if isinstance(choice, CompletionChoice)]
+        chosen += sorted(completions, key=lambda choice: -choice.mean_logprob)[:num]
+    for index, choice in enumerate(chosen):
+        choice.index = index
+    return chosen
+
+
+def chunk_tail(call: Call) -> dict[str, dict[str, int] | None]:
+    if call.body.repeats_usage:
+        return {"usage": call.usage.shape()}
+    return {"usage": None} if call.body.includes_usage else {}
+
+
 def make_router(service: Service) -> APIRouter:
     api = OpenAIApi(service)
-    router = APIRouter(prefix="/v1", tags=["openai"])
+    router = APIRouter(prefix="/v1", tags=["openai"], responses=ERROR_DOCS)
+    bearer = caller_token(service.args.api_keys)
 
-    @router.post("/chat/completions", response_model=None)
-    async def chat_completions(body: ChatBody) -> Response:
+    def hub_token(token: Annotated[str, Depends(bearer)]) -> str:
+        return token if token.startswith(HUB_TOKEN) else ""
+
+    Token = Annotated[str, Depends(hub_token)]
+
+    @router.post("/chat/completions", response_model=None, responses=CHAT_DOCS)
+    async def chat_completions(body: ChatBody, token: Token) -> Response:
         """The next message of a conversation."""
-        return await api.answer(await api.chat_call(body))
+        return await api.answer(await api.chat_call(body, token))
 
-    @router.post("/completions", response_model=None)
-    async def completions(body: CompletionBody) -> Response:
+    @router.post("/completions", response_model=None, responses=COMPLETION_DOCS)
+    async def completions(body: CompletionBody, token: Token) -> Response:
         """The continuation of one or several prompts."""
-        return await api.answer(await api.completion_call(body))
+        return await api.answer(await api.completion_call(body, token))
 
-    @router.post("/embeddings", response_model=None)
-    async def embeddings(body: EmbeddingBody) -> Response:
+    @router.post("/embeddings", response_model=None, responses={200: {"model": EmbeddingList}})
+    async def embeddings(body: EmbeddingBody, token: Token) -> Response:
         """One or several texts as vectors: their final hidden states, pooled."""
-        return JSONResponse(await api.embeddings(body))
+        return JSONResponse(await api.embeddings(body, token))
 
-    @router.get("/models")
+    @router.get("/models", response_model=None, responses={200: {"model": ModelList}})
     async def models() -> dict[str, Any]:
         """The base model and every adapter that can be used now."""
         return {"object": "list", "data": await api.models()}
 
-    @router.get("/models/{model_id:path}")
+    @router.get("/models/{model_id:path}", response_model=None, responses={200: {"model": Model}})
     async def model(model_id: str) -> dict[str, Any]:
         return await api.model(model_id)
 

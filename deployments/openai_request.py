@@ -1,22 +1,38 @@
-"""The bodies of OpenAI requests. Refuses what is not built; runs nothing."""
+"""The bodies of OpenAI requests, and what they ask of the model. Runs nothing."""
 
 from collections.abc import Sequence
 from typing import Annotated, Any, Literal
 
-from pydantic import Field, ValidationError, ValidatorFunctionWrapHandler, field_validator
+from pydantic import AfterValidator, Field, ValidationError, ValidationInfo, ValidatorFunctionWrapHandler, field_validator
 
 from loray.deployments.errors import AdapterNotFound, InvalidRequest
-from loray.deployments.native_request import Body, StopString, Text, adapter_ref, refuse_not_built
+from loray.deployments.native_request import Body, StopString, Text, adapter_ref
+from loray.deployments.openai_messages import MAX_TOOLS, Message, NamedTool, Tool
 from loray.deployments.request import AdapterRef
-from loray.deployments.service import MAX_SEED, MAX_STOPS, random_seed
+from loray.deployments.response_format import AnswerFormat
+from loray.deployments.service import MAX_ALTERNATIVES, MAX_SEED, MAX_STOPS, random_seed
 from loray.models.step import MAX_TOP_K, Sampling
 
 MAX_PROMPTS = 128  # in one completions request
 MAX_INPUTS = 2048  # in one embeddings request; OpenAI's
+MAX_COMPLETION_LOGPROBS = 5  # OpenAI's
+MAX_BIASES = 1024  # tokens of one logit_bias
+MAX_STOP_TOKENS = 128
+MAX_METADATA = 16  # OpenAI's
 DEFAULT_COMPLETION_TOKENS = 16  # OpenAI's
+
+
+def not_supported(value: Any) -> Any:
+    """For fields that are accepted only as long as they ask for nothing: a wish that is ignored is worse than an error."""
+    if value:
+        raise ValueError("not supported by this server")
+    return value
+
 
 TokenIds = Annotated[list[int], Field(min_length=1)]
 Prompts = Annotated[list[Text] | list[TokenIds], Field(min_length=1, max_length=MAX_PROMPTS)]
+Bias = Annotated[float, Field(ge=-100, le=100)]
+NoWish = AfterValidator(not_supported)
 
 
 def named_adapter(model: str, base: str) -> str:
@@ -31,28 +47,9 @@ def named_adapter(model: str, base: str) -> str:
 
 class StreamOptions(Body):
     include_usage: bool | None = None
-
-
-class TextPart(Body):
-    type: Literal["text"]
-    text: Text
-
-
-class Message(Body):
-    """Assistant messages may be sent back as they came, with their empty fields."""
-
-    role: Literal["system", "developer", "user", "assistant"]
-    content: Text | list[TextPart]
-    name: Text | None = None
-    refusal: None = None
-    annotations: list[Any] | None = Field(default=None, max_length=0)
-    audio: None = None
-    function_call: None = None
-    tool_calls: None = None
-
-    def for_template(self) -> dict[str, str]:
-        content = self.content if isinstance(self.content, str) else "".join(part.text for part in self.content)
-        return {"role": self.role, "content": content} | ({"name": self.name} if self.name else {})
+    continuous_usage_stats: bool | None = None
+    """Not OpenAI's: the usage so far in every chunk."""
+    include_obfuscation: Annotated[bool | None, NoWish] = None
 
 
 class OpenAIBody(Body):
@@ -66,21 +63,45 @@ class OpenAIBody(Body):
     top_k: int | None = Field(default=None, gt=0, le=MAX_TOP_K)
     """Not OpenAI's."""
     max_tokens: int | None = Field(default=None, ge=1)
+    min_tokens: int | None = Field(default=None, ge=0)
+    """Not OpenAI's: no end before so many."""
     stop: StopString | Annotated[list[StopString], Field(max_length=MAX_STOPS)] | None = None
+    stop_token_ids: list[Annotated[int, Field(ge=0)]] | None = Field(default=None, max_length=MAX_STOP_TOKENS)
+    """Not OpenAI's: tokens that end it, beside the model's own."""
     stream: bool | None = None
     stream_options: StreamOptions | None = None
     seed: int | None = Field(default=None, ge=-MAX_SEED, le=MAX_SEED)
+    """Of the first choice; each further choice has the next one."""
     ignore_eos: bool | None = None
     """Not OpenAI's."""
-    user: Text | None = None
-    """Accepted; it says who asks and changes no answer."""
-    adapter_source: Text | None = None
-    api_token: Text | None = None
     n: int | None = Field(default=None, ge=1)
+    """Choices for each prompt."""
     presence_penalty: float | None = Field(default=None, ge=-2, le=2)
     frequency_penalty: float | None = Field(default=None, ge=-2, le=2)
     repetition_penalty: float | None = Field(default=None, gt=0)
-    logit_bias: dict[str, float] | None = None
+    """Not OpenAI's."""
+    logit_bias: dict[str, Bias] | None = Field(default=None, max_length=MAX_BIASES)
+    """By token id: added to the token's logit; -100 bans it."""
+    adapter_source: Text | None = None
+    api_token: Text | None = None
+    """For adapters that not everybody may read."""
+    user: Text | None = None
+    """Accepted; it says who asks and changes no answer."""
+
+    @field_validator("stream_options")
+    @classmethod
+    def _only_of_a_stream(cls, options: StreamOptions | None, info: ValidationInfo) -> StreamOptions | None:
+        if options is not None and not info.data.get("stream", True):
+            raise ValueError("only with stream: true")
+        return options
+
+    @field_validator("logit_bias")
+    @classmethod
+    def _by_token_id(cls, bias: dict[str, float] | None) -> dict[str, float] | None:
+        for token_id in bias or {}:
+            if not (token_id.isascii() and token_id.isdecimal() and len(token_id) < 10):
+                raise ValueError(f"{token_id[:20]!r} is not a token id")
+        return bias
 
     @property
     def stops(self) -> list[str]:
@@ -90,49 +111,111 @@ class OpenAIBody(Body):
     def includes_usage(self) -> bool:
         return bool(self.stream_options and self.stream_options.include_usage)
 
+    @property
+    def repeats_usage(self) -> bool:
+        return bool(self.stream_options and self.stream_options.continuous_usage_stats)
+
+    @property
+    def num_choices(self) -> int:
+        return self.n or 1
+
+    @property
+    def num_sequences(self) -> int:
+        """Generated for each prompt."""
+        return self.num_choices
+
+    @property
+    def num_alternatives(self) -> int:
+        """Most probable tokens to report beside each new one."""
+        return 0
+
     def adapter_id(self, base: str) -> str:
         return named_adapter(self.model, base)
 
-    def adapter(self, base: str) -> AdapterRef | None:
-        return adapter_ref(self.adapter_id(base), self.adapter_source, self.api_token)
+    def adapter(self, base: str, token: str) -> AdapterRef | None:
+        """`token` is the caller's own, where the body has none."""
+        return adapter_ref(self.adapter_id(base), self.adapter_source, token if self.api_token is None else self.api_token)
 
-    def sampling(self) -> Sampling:
-        if self.temperature == 0:
-            return Sampling()
+    def seeds(self) -> list[int]:
+        """One for each sequence of a prompt."""
+        if self.seed is None:
+            return [random_seed() for _ in range(self.num_sequences)]
+        return [(self.seed + index) % (MAX_SEED + 1) for index in range(self.num_sequences)]
+
+    def sampling(self, grammar: bytes, seed: int) -> Sampling:
+        is_sampling = self.temperature != 0
         return Sampling(
             temperature=1.0 if self.temperature is None else self.temperature,
-            top_k=self.top_k or 0,
-            top_p=1.0 if self.top_p is None else self.top_p,
-            seed=random_seed() if self.seed is None else self.seed % (MAX_SEED + 1),
+            top_k=(is_sampling and self.top_k) or 0,
+            top_p=(is_sampling and self.top_p) or 1.0,
+            seed=seed if is_sampling else 0,
+            repetition_penalty=self.repetition_penalty or 1.0,
+            frequency_penalty=self.frequency_penalty or 0.0,
+            presence_penalty=self.presence_penalty or 0.0,
+            logit_bias={int(token_id): bias for token_id, bias in (self.logit_bias or {}).items()},
+            min_new_tokens=self.min_tokens or 0,
+            grammar=grammar,
+            num_alternatives=self.num_alternatives,
         )
-
-    def refuse(self, not_built: dict[str, Any]) -> None:
-        refuse_not_built(self, {**NOT_BUILT, **not_built})
-        if self.stream_options is not None and not self.stream:
-            raise InvalidRequest("stream_options: only with stream: true", "stream_options")
 
 
 class ChatBody(OpenAIBody):
     messages: list[Message] = Field(min_length=1)
     max_completion_tokens: int | None = Field(default=None, ge=1)
     logprobs: bool | None = None
-    top_logprobs: int | None = Field(default=None, ge=0, le=20)
-    response_format: dict[str, Any] | None = None
-    tools: list[Any] | None = None
-    tool_choice: Any = None
+    top_logprobs: int | None = Field(default=None, ge=0, le=MAX_ALTERNATIVES)
+    """Needs logprobs."""
+    response_format: AnswerFormat | None = None
+    tools: list[Tool] | None = Field(default=None, max_length=MAX_TOOLS)
+    tool_choice: Literal["none", "auto", "required"] | NamedTool | None = None
+    """auto when there are tools."""
     parallel_tool_calls: bool | None = None
+    """Whether there may be several calls in one message: true when not given."""
+    metadata: dict[Text, Text] | None = Field(default=None, max_length=MAX_METADATA)
+    """Accepted like `user`; so are the next three."""
+    prompt_cache_key: Text | None = None
+    prompt_cache_retention: Literal["in_memory", "24h"] | None = None
+    safety_identifier: Text | None = None
+    modalities: list[Literal["text"]] | None = None
+    service_tier: Literal["auto", "default"] | None = None
+    reasoning_effort: Literal["none"] | None = None
+    verbosity: Literal["medium"] | None = None
+    store: Annotated[bool | None, NoWish] = None
+
+    @field_validator("top_logprobs")
+    @classmethod
+    def _needs_logprobs(cls, num: int | None, info: ValidationInfo) -> int | None:
+        if num and not info.data.get("logprobs", True):
+            raise ValueError("needs logprobs: true")
+        return num
+
+    @field_validator("tool_choice", mode="wrap")
+    @classmethod
+    def _say_what_it_takes(cls, value: Any, validate: ValidatorFunctionWrapHandler) -> Any:
+        try:
+            return validate(value)
+        except ValidationError:
+            raise ValueError('must be "none", "auto", "required" or {"type": "function", "function": {"name": …}}') from None
 
     @property
     def max_new_tokens(self) -> int | None:
         return self.max_tokens if self.max_completion_tokens is None else self.max_completion_tokens
 
+    @property
+    def num_alternatives(self) -> int:
+        return self.top_logprobs or 0
+
 
 class CompletionBody(OpenAIBody):
     prompt: Text | TokenIds | Prompts
-    logprobs: int | None = Field(default=None, ge=0, le=5)
+    max_tokens: int | None = Field(default=None, ge=0)
+    """16 when not given; 0 is for `echo`."""
+    logprobs: int | None = Field(default=None, ge=0, le=MAX_COMPLETION_LOGPROBS)
     echo: bool | None = None
-    suffix: Text | None = None
+    """Put the prompt before the text."""
+    suffix: Annotated[Text | None, NoWish] = None
     best_of: int | None = Field(default=None, ge=1)
+    """Generate so many and answer the `n` most probable; not streamed."""
     lora_path: Text | None = None
     """The adapter, as an alternative to naming it in `model`."""
     adapter_id_: Text | None = Field(default=None, alias="adapter_id")
@@ -141,11 +224,28 @@ class CompletionBody(OpenAIBody):
     def prompts(self) -> Sequence[str | list[int]]:
         return one_or_several(self.prompt)
 
+    @property
+    def num_sequences(self) -> int:
+        return self.num_choices if self.best_of is None else self.best_of
+
+    @property
+    def num_alternatives(self) -> int:
+        return self.logprobs or 0
+
     def adapter_id(self, base: str) -> str:
         named = {super().adapter_id(base), self.lora_path or "", self.adapter_id_ or ""} - {""}
         if len(named) > 1:
             raise InvalidRequest(f"model, lora_path and adapter_id name different adapters: {', '.join(sorted(named))}", "model")
         return named.pop() if named else ""
+
+    def check(self) -> None:
+        """What no field alone can tell."""
+        if self.num_sequences < self.num_choices:
+            raise InvalidRequest(f"best_of: must be at least n, {self.num_choices}", "best_of")
+        if self.num_sequences > self.num_choices and self.stream:
+            raise InvalidRequest("best_of: more than n can't be streamed", "best_of")
+        if self.max_tokens == 0 and not self.echo:
+            raise InvalidRequest("max_tokens: 0 is only for echo: true", "max_tokens")
 
 
 class EmbeddingBody(Body):
@@ -155,7 +255,7 @@ class EmbeddingBody(Body):
     """One text or its token ids, or a list of them."""
     encoding_format: Literal["float", "base64"] | None = None
     """float when not given; base64 is of little-endian float32."""
-    dimensions: int | None = Field(default=None, ge=1)
+    dimensions: Annotated[int | None, NoWish] = Field(default=None, ge=1)
     user: Text | None = None
     """Accepted; it says who asks and changes no answer."""
     adapter_source: Text | None = None
@@ -172,8 +272,9 @@ class EmbeddingBody(Body):
                 "must be a text of whole characters, its token ids, or a list of such texts or of lists of token ids"
             ) from None
 
-    def adapter(self, base: str) -> AdapterRef | None:
-        return adapter_ref(named_adapter(self.model, base), self.adapter_source, self.api_token)
+    def adapter(self, base: str, token: str) -> AdapterRef | None:
+        """`token` is the caller's own, where the body has none."""
+        return adapter_ref(named_adapter(self.model, base), self.adapter_source, token if self.api_token is None else self.api_token)
 
     def inputs(self) -> dict[str, str | list[int]]:
         """By the names that errors call them."""
@@ -184,9 +285,6 @@ class EmbeddingBody(Body):
             raise InvalidRequest(f"input: has {len(inputs)} items, more than {MAX_INPUTS}", "input")
         return {f"input.{index}" if len(inputs) > 1 else "input": item for index, item in enumerate(inputs)}
 
-    def refuse(self) -> None:
-        refuse_not_built(self, EMBEDDING_NOT_BUILT)
-
 
 def one_or_several(field: str | Sequence[int] | Sequence[str] | Sequence[list[int]]) -> Sequence[str | list[int]]:
     """Texts or token ids as a list of them, where one alone may stand for a list of one."""
@@ -194,16 +292,3 @@ def one_or_several(field: str | Sequence[int] | Sequence[str] | Sequence[list[in
         return [field]
     token_ids = [item for item in field if isinstance(item, int)]
     return [token_ids] if token_ids else [item for item in field if not isinstance(item, int)]
-
-
-# Fields that are not built yet, with the value that asks for nothing.
-NOT_BUILT: dict[str, Any] = {"n": 1, "presence_penalty": 0, "frequency_penalty": 0, "repetition_penalty": 1, "logit_bias": {}}
-CHAT_NOT_BUILT: dict[str, Any] = {
-    "top_logprobs": 0,
-    "response_format": {"type": "text"},
-    "tools": [],
-    "tool_choice": "none",
-    "parallel_tool_calls": True,
-}
-EMBEDDING_NOT_BUILT: dict[str, Any] = {"dimensions": None}
-COMPLETION_NOT_BUILT: dict[str, Any] = {"logprobs": None, "echo": False, "suffix": "", "best_of": 1}

@@ -4,7 +4,7 @@ from typing import Literal
 
 import msgspec
 
-from loray.models.step import Pooling, Sampling
+from loray.models.step import Alternatives, Pooling, Sampling
 
 SOURCES = ("local", "hub", "s3", "gs", "az", "https")  # where adapters may come from
 MergeStrategy = Literal["linear", "ties", "dare_linear", "dare_ties"]
@@ -59,9 +59,6 @@ class GenerationRequest(msgspec.Struct, frozen=True, kw_only=True):
     def max_tokens(self) -> int:
         """The most tokens it can come to have."""
         return len(self.prompt_ids) + (0 if self.pooling else self.max_new_tokens)
-
-
-Alternatives = list[tuple[int, float]]  # token ids and their log-probabilities
 
 
 class TokenEvent(msgspec.Struct, frozen=True, array_like=True):

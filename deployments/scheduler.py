@@ -8,6 +8,7 @@ Blocks are taken as sequences grow; when they run out, one gives its own back an
 give way to those that wait, is in fair_shares.py.
 """
 
+import time
 from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 
@@ -199,8 +200,10 @@ class Scheduler:
         return len(self.running) + sum(rest)
 
     def _take_cached(self, sequence: Sequence) -> list[int]:
-        # At least one token is computed, so that there is something to sample from. An embedding takes all its tokens.
-        num_reusable = 0 if sequence.request.pooling else (len(sequence.token_ids) - 1) // self.blocks.block_size
+        # At least one token is computed, so that there is something to sample from. An embedding takes all its tokens, and so do the
+        # log-probabilities of a prompt.
+        takes_all = sequence.request.pooling or sequence.wants_prompt_logprobs
+        num_reusable = 0 if takes_all else (len(sequence.token_ids) - 1) // self.blocks.block_size
         return self.blocks.take_cached(sequence.hash_full_blocks(self.blocks.block_size)[:num_reusable])
 
     def _num_wanted(self, sequence: Sequence) -> int:
@@ -224,6 +227,7 @@ class Scheduler:
         if sequence.adapter and not sequence.adapter.page_ids:
             plan.loads[sequence.adapter] = self.adapters.place(sequence.adapter)
         self.waiting.take(sequence)
+        sequence.queue_s = sequence.queue_s or time.monotonic() - sequence.accepted_at
         sequence.slot = self._free_slots.pop()
         self.running.append(sequence)
         plan.admissions.append(
@@ -235,6 +239,8 @@ class Scheduler:
                 page_ids=sequence.adapter.page_ids if sequence.adapter else [],
                 sampling=sequence.request.sampling,
                 pooling=sequence.request.pooling,
+                num_output=sequence.num_output,
+                wants_prompt_logprobs=sequence.wants_prompt_logprobs,
             )
         )
         count = min(sequence.num_to_compute, self._max_batch_tokens - plan.num_tokens)

@@ -1,5 +1,7 @@
 """One request on its way through the scheduler: its tokens, blocks and slot. Never touches tensors or Ray."""
 
+import math
+import time
 from collections.abc import Collection
 
 from loray.cluster.channel import Address
@@ -16,6 +18,9 @@ class Sequence:
         self.adapter = adapter
         self.reply = reply
         self.arrival = arrival  # lower = older
+        self.accepted_at = time.monotonic()
+        self.deadline = self.accepted_at + request.deadline_s if request.deadline_s > 0 else math.inf
+        self.queue_s = 0.0  # seconds until it first got a slot; 0 = not yet
         self.token_ids = request.prompt_ids + request.output_ids
         self.num_prompt = len(request.prompt_ids)
         self.num_unknown = 0  # tokens sampled, or embeddings made, by steps whose results are not back
@@ -37,6 +42,11 @@ class Sequence:
         return len(self.token_ids) - self.num_prompt
 
     @property
+    def wants_prompt_logprobs(self) -> bool:
+        """They come with the first token, so whoever has one has them."""
+        return self.request.wants_prompt_logprobs and self.num_output == 0
+
+    @property
     def num_to_compute(self) -> int:
         """0 once the last token it may have, or its embedding, is on its way."""
         if self.num_tokens - self.num_prompt >= self.request.max_new_tokens:
@@ -56,7 +66,10 @@ class Sequence:
     def append(self, token_id: int, eos_ids: Collection[int]) -> None:
         """A token came back."""
         self.token_ids.append(token_id)
-        if token_id in eos_ids and not self.request.ignore_eos:
+        is_ending = not self.request.ignore_eos or bool(self.request.sampling.grammar)  # of a text that is whole nothing more can come
+        if token_id in eos_ids and is_ending:
             self.finish_reason = "eos_token"
+        elif token_id in self.request.stop_token_ids:
+            self.finish_reason = "stop_token"
         elif self.num_output >= self.request.max_new_tokens:
             self.finish_reason = "length"

@@ -4,19 +4,22 @@ import asyncio
 import math
 import secrets
 import time
-import uuid
-from collections.abc import AsyncGenerator, Mapping
+from collections.abc import AsyncGenerator, Collection, Mapping
 from contextlib import aclosing, asynccontextmanager
 from dataclasses import dataclass
 from importlib.metadata import version
 from typing import Any, NamedTuple
 
+import msgspec
+
+from loray.deployments import request_log
 from loray.deployments.adapter_registry import merge_replicas
 from loray.deployments.adapter_status import AdapterStatus
 from loray.deployments.backend import Backend
 from loray.deployments.config import ServerArgs
-from loray.deployments.errors import EmbeddingFailed, Incomplete, InvalidRequest, LorayError, Unhealthy
+from loray.deployments.errors import DeadlineExceeded, EmbeddingFailed, Incomplete, InvalidRequest, LorayError, Unhealthy
 from loray.deployments.generation import Generation, Timing
+from loray.deployments.grammars import Grammars
 from loray.deployments.metrics import EMBEDDED, Metrics
 from loray.deployments.request import AdapterRef, GenerationRequest
 from loray.deployments.tokenizer import Tokenizer
@@ -24,6 +27,7 @@ from loray.models.step import Sampling
 
 MAX_SEED = 2**63 - 1
 MAX_STOPS = 4
+MAX_ALTERNATIVES = 20  # most probable tokens reported for each new one
 HEALTH_SECONDS = 5.0  # an unanswered health check is a failed one
 
 
@@ -32,6 +36,7 @@ class FieldNames(NamedTuple):
 
     prompt: str
     max_new_tokens: str
+    min_new_tokens: str = "min_tokens"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -60,6 +65,7 @@ class Service:
         self.max_total_tokens = max_total_tokens
         self.facts = facts
         self.metrics = Metrics()
+        self.grammars = Grammars(tokenizer.folder, args.model.trust_remote_code, args.grammars)
         self._has_generated = False
 
     @property
@@ -67,18 +73,38 @@ class Service:
         return self.args.model.id
 
     @property
+    def deadline_s(self) -> float:
+        """Of each request; 0 = none."""
+        return self.args.limits.request_timeout_s or 0.0
+
+    @property
     def compute_type(self) -> str:
         return "gpu" if str(self.facts.get("model_device_type", "cpu")).startswith("cuda") else "cpu"
 
-    def request(
-        self,
-        prompt_ids: list[int],
-        wanted: Wanted,
-        names: FieldNames,
-    ) -> GenerationRequest:
-        """Checks the lengths."""
+    def request(self, prompt_ids: list[int], wanted: Wanted, names: FieldNames) -> GenerationRequest:
+        """Checks the lengths and that the model knows the tokens."""
         self._check_prompt(prompt_ids, names.prompt)
-        num_prompt = len(prompt_ids)
+        self._check_tokens(wanted.stop_token_ids, "stop_token_ids")
+        self._check_tokens(wanted.sampling.logit_bias, "logit_bias")
+        max_new_tokens = self._max_new_tokens(len(prompt_ids), wanted, names)
+        return GenerationRequest(
+            request_id=request_log.new_sequence_id(),
+            prompt_ids=prompt_ids,
+            max_new_tokens=max_new_tokens,
+            ignore_eos=wanted.ignore_eos,
+            sampling=wanted.sampling,
+            adapter=wanted.adapter,
+            stop_token_ids=list(wanted.stop_token_ids),
+            wants_prompt_logprobs=wanted.prompt_logprobs,
+            deadline_s=self.deadline_s,
+        )
+
+    def again(self, request: GenerationRequest) -> GenerationRequest:
+        """The same with another seed, as one more try beside it. The prompt's log-probabilities are the same: only the first has them."""
+        sampling = msgspec.structs.replace(request.sampling, seed=random_seed())
+        return msgspec.structs.replace(request, request_id=request_log.new_sequence_id(), sampling=sampling, wants_prompt_logprobs=False)
+
+    def _max_new_tokens(self, num_prompt: int, wanted: Wanted, names: FieldNames) -> int:
         fits = self.max_total_tokens - num_prompt
         if fits < 1:
             raise InvalidRequest(
@@ -92,16 +118,13 @@ class Service:
                 f" are more than max_total_tokens, {self.max_total_tokens}",
                 names.max_new_tokens,
             )
-        return GenerationRequest(
-            request_id=uuid.uuid4().hex,
-            prompt_ids=prompt_ids,
-            max_new_tokens=fits if max_new_tokens is None else max_new_tokens,
-            ignore_eos=wanted.ignore_eos,
-            sampling=wanted.sampling,
-            adapter=wanted.adapter,
-            stop_token_ids=list(wanted.stop_token_ids),
-            wants_prompt_logprobs=wanted.prompt_logprobs,
-        )
+        most = fits if max_new_tokens is None else max_new_tokens
+        if wanted.sampling.min_new_tokens > most:
+            raise InvalidRequest(
+                f"{names.min_new_tokens}: {wanted.sampling.min_new_tokens} new tokens are more than the {most} that there may be",
+                names.min_new_tokens,
+            )
+        return most
 
     def embedding_request(self, prompt_ids: list[int], adapter: AdapterRef | None, name: str) -> GenerationRequest:
         """Checks the length; `name` is what the API calls the field."""
@@ -109,21 +132,25 @@ class Service:
         if len(prompt_ids) > self.max_total_tokens:
             raise InvalidRequest(f"{name}: has {len(prompt_ids)} tokens, more than max_total_tokens, {self.max_total_tokens}", name)
         return GenerationRequest(
-            request_id=uuid.uuid4().hex,
+            request_id=request_log.new_sequence_id(),
             prompt_ids=prompt_ids,
             max_new_tokens=1,
             sampling=Sampling(),
             adapter=adapter,
             pooling=self.args.model.pooling,
+            deadline_s=self.deadline_s,
         )
 
     def _check_prompt(self, prompt_ids: list[int], name: str) -> None:
         if not prompt_ids:
             raise InvalidRequest(f"{name}: must have at least one token", name)
-        # A tokenizer may know tokens that the model has no embedding for.
+        self._check_tokens(prompt_ids, name)
+
+    def _check_tokens(self, token_ids: Collection[int], name: str) -> None:
+        """A tokenizer may know tokens that the model has no embedding for."""
         vocab_size = self.facts.get("vocab_size")
-        if vocab_size is not None and max(prompt_ids) >= vocab_size:
-            raise InvalidRequest(f"{name}: token {max(prompt_ids)} is unknown to the model, whose last is {vocab_size - 1}", name)
+        if vocab_size is not None and token_ids and max(token_ids) >= vocab_size:
+            raise InvalidRequest(f"{name}: token {max(token_ids)} is unknown to the model, whose last is {vocab_size - 1}", name)
 
     @asynccontextmanager
     async def generation(self, request: GenerationRequest, stops: list[str], timing: Timing) -> AsyncGenerator[Generation, None]:
@@ -139,6 +166,7 @@ class Service:
         finally:
             await generation.aclose()
             self.metrics.observe_generation(generation, outcome)
+            request_log.add(request, timing, generation.num_tokens, outcome)
 
     async def embed(self, request: GenerationRequest, name: str, timing: Timing) -> list[float]:
         """The embedding. Cancelling it aborts the request; it is counted in any case. `name` is what the API calls the field."""
@@ -151,7 +179,7 @@ class Service:
         except InvalidRequest as error:
             outcome = error.error_type
             raise InvalidRequest(f"{name}: {error.message}", name) from error
-        except (Incomplete, EmbeddingFailed) as error:
+        except (Incomplete, DeadlineExceeded, EmbeddingFailed) as error:
             outcome = EmbeddingFailed.error_type
             raise EmbeddingFailed(f"{name}: {error.message}") from error
         except LorayError as error:
@@ -160,12 +188,14 @@ class Service:
         finally:
             timing.finished = time.monotonic()
             self.metrics.observe_embedding(request, outcome, timing.finished - timing.received)
+            request_log.add(request, timing, 0, outcome)
 
     async def _embedding(self, request: GenerationRequest, timing: Timing) -> list[float]:
         async with aclosing(self.backend.generate(request)) as events:
             async for event in events:
                 timing.accepted = timing.accepted or time.monotonic()
                 if event.embedding:
+                    timing.admitted = timing.accepted + event.queue_s
                     if not all(map(math.isfinite, event.embedding)):
                         raise EmbeddingFailed("the model's hidden states are not finite")
                     return event.embedding
@@ -183,7 +213,7 @@ class Service:
         """Makes one real token, once."""
         if self._has_generated:
             return
-        request = GenerationRequest(request_id=uuid.uuid4().hex, prompt_ids=[0], max_new_tokens=1, sampling=Sampling())
+        request = GenerationRequest(request_id=request_log.new_sequence_id(), prompt_ids=[0], max_new_tokens=1, sampling=Sampling())
         try:
             async with self.generation(request, [], Timing()) as generation:
                 self._has_generated = [piece async for piece in generation] != []
@@ -218,7 +248,7 @@ class Service:
             "model_dtype": self.args.model.dtype,
             "model_device_type": self.args.device,
             "max_concurrent_requests": scheduler.max_running + scheduler.max_waiting,
-            "max_best_of": 1,
+            "max_best_of": self.args.limits.max_best_of,
             "max_stop_sequences": MAX_STOPS,
             "max_input_length": self.max_total_tokens - 1,
             "max_total_tokens": self.max_total_tokens,

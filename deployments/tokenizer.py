@@ -7,7 +7,7 @@ from typing import Any, NamedTuple, TypeVar
 
 import jinja2
 
-from loray.deployments.errors import TemplateError
+from loray.deployments.errors import MissingTemplateVariable, TemplateError
 
 OFF_LOOP_CHARS = 4096  # about 1 ms of encoding; longer texts would hold up every other stream, so a thread does them
 
@@ -21,9 +21,11 @@ class TokenSpan(NamedTuple):
 
 
 class Tokenizer:
-    def __init__(self, tokenizer: Any) -> None:
+    def __init__(self, tokenizer: Any, folder: Path | None = None) -> None:
+        """`folder` is where it came from."""
         if not tokenizer.is_fast:
             raise ValueError(f"{type(tokenizer).__name__} has no tokenizer.json form, which loray needs")
+        self.folder = folder
         self._tokenizer = tokenizer
         self._backend = tokenizer.backend_tokenizer
         # Some checkpoints ship a length limit or padding inside tokenizer.json. Here nothing may cut or pad a prompt.
@@ -36,7 +38,7 @@ class Tokenizer:
     def load(cls, folder: Path, trust_remote_code: bool = False) -> "Tokenizer":
         from transformers import AutoTokenizer  # here, so that who only builds the application does not wait for it
 
-        return cls(AutoTokenizer.from_pretrained(folder, trust_remote_code=trust_remote_code))
+        return cls(AutoTokenizer.from_pretrained(folder, trust_remote_code=trust_remote_code), folder)
 
     @property
     def vocab_size(self) -> int:
@@ -44,30 +46,44 @@ class Tokenizer:
 
     async def encode(self, text: str) -> list[int]:
         """With the special tokens the model expects around a plain prompt."""
-        return await _off_loop_if_long(len(text), lambda: self._backend.encode(text).ids)
+        return await _off_loop_if(len(text) > OFF_LOOP_CHARS, lambda: self._backend.encode(text).ids)
 
     async def spans(self, text: str, add_special_tokens: bool) -> list[TokenSpan]:
-        encoding = await _off_loop_if_long(len(text), lambda: self._backend.encode(text, add_special_tokens=add_special_tokens))
+        encoding = await _off_loop_if(len(text) > OFF_LOOP_CHARS, lambda: self._backend.encode(text, add_special_tokens=add_special_tokens))
         return [TokenSpan(token_id, *offsets) for token_id, offsets in zip(encoding.ids, encoding.offsets, strict=True)]
 
-    async def encode_chat(self, messages: list[dict[str, Any]]) -> list[int]:
-        """The prompt that asks for the next assistant message."""
-        num_chars = sum(len(message["content"] or "") for message in messages)
-        return await _off_loop_if_long(num_chars, lambda: self._encode_chat(messages))
+    def chat_template(self, has_tools: bool) -> str:
+        """The model's own, "" for none; some have another one for tools."""
+        template = self._tokenizer.chat_template
+        if isinstance(template, dict):
+            template = (has_tools and template.get("tool_use")) or template.get("default")
+        return template or ""
 
-    def _encode_chat(self, messages: list[dict[str, Any]]) -> list[int]:
-        if not self._tokenizer.chat_template:
-            raise TemplateError("the model has no chat template: use /v1/completions or /generate", param="messages")
-        try:
-            text = self._tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
-        except (jinja2.TemplateError, TypeError, ValueError) as error:
-            raise TemplateError(f"messages: the chat template refused them: {error}", param="messages") from error
+    async def encode_chat(self, messages: list[dict[str, Any]], tools: list[dict[str, Any]], template: str) -> list[int]:
+        """The prompt that asks for the next assistant message. A template that is not the model's own may take its time."""
+        num_chars = sum(len(message["content"]) for message in messages)
+        is_long = num_chars > OFF_LOOP_CHARS or bool(tools) or template != self.chat_template(has_tools=False)
+        return await _off_loop_if(is_long, lambda: self._encode_chat(messages, tools, template))
+
+    def _encode_chat(self, messages: list[dict[str, Any]], tools: list[dict[str, Any]], template: str) -> list[int]:
+        text = self._render(messages, tools, template)
         return self._backend.encode(text, add_special_tokens=False).ids  # the template wrote its own
+
+    def _render(self, messages: list[dict[str, Any]], tools: list[dict[str, Any]], template: str) -> str:
+        try:
+            text: str = self._tokenizer.apply_chat_template(
+                messages, tools=tools or None, chat_template=template, tokenize=False, add_generation_prompt=True
+            )
+        except jinja2.UndefinedError as error:
+            raise MissingTemplateVariable(f"messages: the chat template wants what is not there: {error}", param="messages") from error
+        except Exception as error:  # a template is a program: it may raise anything
+            raise TemplateError(f"messages: the chat template refused them: {error}", param="messages") from error
+        return text
 
     def decode(self, token_ids: list[int]) -> str:
         """Without special tokens, and without Hugging Face's space clean-up, which is not stable as text grows."""
         return self._backend.decode(token_ids, skip_special_tokens=True)
 
 
-async def _off_loop_if_long(num_chars: int, work: Callable[[], T]) -> T:
-    return work() if num_chars <= OFF_LOOP_CHARS else await asyncio.to_thread(work)
+async def _off_loop_if(is_long: bool, work: Callable[[], T]) -> T:
+    return await asyncio.to_thread(work) if is_long else work()

@@ -10,7 +10,7 @@ import aiohttp
 import fsspec  # type: ignore[import-untyped]
 from fsspec.callbacks import Callback  # type: ignore[import-untyped]
 
-from loray.deployments.adapter_sources import FILES, PICKLE_FILE, Offer, Place, missing_file, normal_url
+from loray.deployments.adapter_sources import EXTRA_FILES, FILES, PICKLE_FILE, Offer, Place, missing_file, normal_url
 from loray.deployments.errors import AdapterFailed, AdapterNotFound, InvalidRequest, LorayError
 from loray.models.model_folder import one_line
 
@@ -57,12 +57,16 @@ class UrlSource:
             if not isinstance(info.get("size"), int):
                 raise AdapterFailed(f"adapter {place.name!r}: the server does not say how large {name} is")
             infos[name] = info
+        for name in EXTRA_FILES:
+            info = self._extra_info(place, name)
+            if info and isinstance(info.get("size"), int):
+                infos[name] = info
         return Offer({name: info["size"] for name, info in infos.items()}, stamp=_stamp(infos))
 
     def fetch(self, place: Place, offer: Offer, token: str, folder: Path) -> None:
         for name, size in offer.files.items():
             self._fetch_file(place, name, size, folder / name)
-        if self.describe(place, token) != offer:  # the two files may be of different versions
+        if self.describe(place, token) != offer:  # the files may be of different versions
             raise AdapterFailed(f"adapter {place.name!r} was changed while it was read; ask again")
 
     def may_read(self, place: Place, token: str) -> bool:
@@ -83,6 +87,13 @@ class UrlSource:
         except Exception as error:  # of each storage's own library
             raise _failed(place, error) from None
         return info if info["type"] == "file" else None
+
+    def _extra_info(self, place: Place, name: str) -> dict[str, Any] | None:
+        """A storage may say "forbidden" to what is not there; an adapter without a template is still an adapter."""
+        try:
+            return self._info(place, name)
+        except AdapterFailed:
+            return None
 
     def _fetch_file(self, place: Place, name: str, size: int, file: Path) -> None:
         for attempt in range(1, NUM_ATTEMPTS + 1):

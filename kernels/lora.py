@@ -1,4 +1,4 @@
-"""Adds low-rank updates to a linear layer's output, each token with its own adapter. Plain torch, for any device.
+"""Adds low-rank updates to a linear layer's output, each token with its own adapter. Plain torch; on a GPU lora_segments.py does it.
 
 What costs here is the number of small products, so adapters are taken together: where they lie in the pool one after another, or
 equally large ones at equal distances, their matrices are one strided view and one batched product serves them all.
@@ -6,12 +6,15 @@ equally large ones at equal distances, their matrices are one strided view and o
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 MAX_KEPT_VIEWS = 128  # a layer keeps about 2 KB for each
+COLUMNS_AT_ONCE = 128  # of one block on a GPU
+SHORT_BLOCK, LONG_BLOCK = 16, 64  # tokens of one block on a GPU
 
 
 class PoolView(NamedTuple):
@@ -40,6 +43,20 @@ class LoraGroup:
     padding: Padding | None  # None = every adapter has one chunk and equally many tokens
 
 
+@dataclass(frozen=True, slots=True)
+class LoraSegments:
+    """Neighbouring tokens of one adapter, cut into blocks, and the adapters' pages, one adapter's after another's."""
+
+    blocks: Tensor  # [num_blocks, 4] int32: first token, number of tokens, first place in page_ids, number of pages
+    page_ids: Tensor  # [pages of all adapters] int32
+    block_tokens: int  # the most tokens of a block: SHORT_BLOCK or LONG_BLOCK
+    max_pages: int  # of one adapter
+    page_rank: int  # ranks of a page
+
+
+LoraWork = tuple[LoraGroup, ...] | LoraSegments  # of one step: groups on a CPU, segments on a GPU; empty groups = nothing to add
+
+
 class LoraPages:
     """A linear layer's share of the pool of rank pages."""
 
@@ -48,6 +65,16 @@ class LoraPages:
         self.b = b  # [pool_ranks, sum(widths)], projections side by side, scale included
         self.widths = list(widths)
         self._views: dict[PoolView, list[tuple[Tensor, Tensor]]] = {}
+
+    @cached_property
+    def columns(self) -> Tensor:
+        """[num_blocks, 3] int32: projection, first column and end of up to COLUMNS_AT_ONCE columns that belong to one projection."""
+        blocks, first = [], 0
+        for projection, width in enumerate(self.widths):
+            end = first + width
+            blocks += [(projection, start, min(start + COLUMNS_AT_ONCE, end)) for start in range(first, end, COLUMNS_AT_ONCE)]
+            first = end
+        return torch.tensor(blocks, dtype=torch.int32).reshape(-1, 3).to(self.b.device)
 
     def matrices(self, view: PoolView) -> list[tuple[Tensor, Tensor]]:
         """For each projection a transposed, [num_chunks, in, size], and b, [num_chunks, size, width]: views, kept because making them
@@ -66,12 +93,16 @@ def _strided(matrix: Tensor, view: PoolView) -> Tensor:
     return matrix.as_strided((view.num_chunks, view.size, n), (view.stride * n, n, 1), matrix.storage_offset() + view.start * n)
 
 
-def add_lora(y: Tensor, x: Tensor, pages: LoraPages, groups: Sequence[LoraGroup]) -> None:
+def add_lora(y: Tensor, x: Tensor, pages: LoraPages, work: LoraWork) -> None:
     """y[t, columns of i] += (x[t] @ a[i, ranks of t].T) @ b[ranks of t, columns of i] for each token t and each fused projection i.
 
     x [num_tokens, in], y [num_tokens, sum(widths)], in place.
     """
-    for group in groups:
+    if isinstance(work, LoraSegments):
+        from loray.kernels.lora_segments import add_lora_segments  # needs Triton, which a machine without a GPU may lack
+
+        return add_lora_segments(y, x, pages, work)
+    for group in work:
         x_part = x[group.tokens]
         if group.padding is not None:
             x_part = x_part.index_select(0, group.padding.places)

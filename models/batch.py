@@ -14,7 +14,7 @@ from typing import NamedTuple
 
 from torch import Tensor
 
-from loray.kernels.lora import LoraGroup
+from loray.kernels.lora import LoraWork
 from loray.models.special import SpecialRows
 
 
@@ -45,6 +45,6 @@ class Batch:
     positions: Tensor  # [num_tokens] int64
     kv_slots: Tensor  # [num_tokens] int64, where each token's key and value go: block id * block size + offset
     groups: tuple[AttentionGroup, ...]
-    lora_groups: tuple[LoraGroup, ...]  # of the tokens that have an adapter
+    lora_work: LoraWork  # for the tokens that have an adapter
     specials: tuple[SpecialRows, ...]  # of the tokens whose adapter has more than rank pages
     sample_tokens: Tensor | None  # [num_samples] int64, places in the batch; None = every token, in order

@@ -12,12 +12,14 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from loray.models.device_memory import free_bytes
+from loray.models.grammar_masks import GrammarMasks
 from loray.models.hosted_model import Compute, HostedModel, HostedOptions
 from loray.models.lora import LoraPool
-from loray.models.lora_groups import lora_groups, sort_key, special_rows
+from loray.models.lora_groups import lora_work, sort_key, special_rows
 from loray.models.padded_batch import PaddedBatch
 from loray.models.planner import SMALLEST_CONTEXT
-from loray.models.sampler import sample
+from loray.models.prompt_logprobs import MAX_PIECE, PromptLogprobs
+from loray.models.slot_sampling import Sampled, SlotSampling
 from loray.models.slots import Slots
 from loray.models.step import Admission, LoadReport, Pooling, Row, Step, StepResult
 
@@ -38,7 +40,8 @@ class CausalLMRunner:
         options: HostedOptions | None = None,
     ) -> None:
         started = time.perf_counter()
-        self._hosted = HostedModel(model_path, device, dtype, options or HostedOptions())
+        options = options or HostedOptions()
+        self._hosted = HostedModel(model_path, device, dtype, options)
         self._load_seconds = time.perf_counter() - started
         self._device, self._dtype, self._block_size = device, dtype, block_size
         self._lora = LoraPool(self._hosted.model)
@@ -48,6 +51,8 @@ class CausalLMRunner:
         self._hidden_sums: dict[int, Tensor] = {}  # slot -> [hidden_size] float32, of the tokens computed so far
         # One column more: a row that runs one step beyond its end samples a token nobody reads.
         self._tokens = torch.zeros(max_running, max_total_tokens + 1, dtype=torch.int32, device=device)
+        self._prompts = PromptLogprobs()
+        self._sampling = SlotSampling(self._tokens, GrammarMasks(model_path, options.trust_remote_code))
         self._batches: list[PaddedBatch] = []  # each slot that has computed tokens is a row of exactly one
         self._block_users: dict[int, tuple[int, int]] = {}  # block id -> the slot it was last given to, and its admission
         self._num_admissions = [0] * max_running
@@ -75,26 +80,35 @@ class CausalLMRunner:
     @torch.inference_mode()
     def execute(self, step: Step) -> StepResult:
         failed_loads = self._lora.load_all(step.loads, step.freed_pages)
+        self._sampling.admit(step.admissions)
         for admission in step.admissions:
             self._admit(admission)
         self._drop(self._without_blocks(step.rows))
         sampled: list[tuple[int, Tensor]] = []  # slot and its logits [vocab_size]
         embeddings: dict[int, list[float]] = {}  # by slot
-        for group in self._groups(step.rows):
+        for row in (row for row in step.rows if row.slot in self._prompts):
+            last = self._score_prompt(row)
+            sampled += [(row.slot, last)] * row.samples
+        for group in self._groups([row for row in step.rows if row.slot not in self._prompts]):
             if self._pooling[group[0].slot]:
                 embeddings.update(self._embed(group))
             else:
                 logits = self._forward(group, self._hosted.logits)[0]
                 sampled += [(row.slot, logits[i]) for i, row in enumerate(group) if row.samples]
-        tokens = self._sample(sampled) if sampled else {}
-        slots = [row.slot for row in step.rows if row.samples]
+        slots = [row.slot for row in step.rows if row.samples and not self._pooling[row.slot]]
+        found = self._sample(slots, dict(sampled))
+        prompts = dict(self._prompts.take(slots))
         return StepResult(
             step.step_id,
-            [tokens[slot][0] for slot in slots if slot in tokens],
-            [tokens[slot][1] for slot in slots if slot in tokens],
+            found.token_ids,
+            found.logprobs,
             failed_loads,
-            [embeddings[slot] for slot in slots if slot in embeddings],
+            [embeddings[row.slot] for row in step.rows if row.slot in embeddings],
             self._lora.load_seconds,
+            failed_rows=self._sampling.failed(step.rows),
+            alternatives=found.alternatives,
+            prompt_logprobs={place: scores.logprobs for place, scores in prompts.items()},
+            prompt_alternatives={place: scores.alternatives for place, scores in prompts.items() if scores.alternatives},
         )
 
     def _admit(self, admission: Admission) -> None:
@@ -102,6 +116,7 @@ class CausalLMRunner:
         slot = admission.slot
         self._drop({slot})
         self._slots.admit(admission)
+        self._prompts.admit(admission)
         self._pooling[slot] = admission.pooling
         self._num_admissions[slot] += 1
         token_ids = torch.tensor(admission.token_ids, dtype=torch.int32)
@@ -160,21 +175,27 @@ class CausalLMRunner:
         input_ids = self._tokens.view(-1)[self._upload(places)].long().masked_fill_(~is_real.to(self._device), self._hosted.pad_id)
         runs = [self._slots.runs[slot] for slot in slots]
         self._hosted.rows.num_tokens = input_ids.numel()
-        self._hosted.rows.lora_groups = tuple(lora_groups(runs, [length] * len(group), self._upload))
+        self._hosted.rows.lora_work = lora_work(runs, [length] * len(group), self._upload, self._device)
         self._hosted.rows.specials = tuple(special_rows(runs, [length] * len(group), [False] * len(group), self._lora.specials))
         output, batch = compute(slots, input_ids, is_real, past)
         self._batches.append(batch)
         self._slots.num_computed[slots] += num_tokens
         return output, is_real
 
-    def _sample(self, sampled: list[tuple[int, Tensor]]) -> dict[int, tuple[int, float]]:
-        """Slot -> its new token and the token's log-probability. The token becomes the slot's next."""
-        slots = np.array([slot for slot, _ in sampled])
-        positions = self._slots.num_computed[slots]
-        token_ids, logprobs = sample(torch.stack([logits for _, logits in sampled]), self._slots.sampling(slots, positions))
-        places = self._upload(slots * self._tokens.shape[1] + positions)
-        self._tokens.view(-1).index_copy_(0, places, token_ids.int())
-        return dict(zip(slots.tolist(), zip(token_ids.tolist(), logprobs.tolist(), strict=True), strict=True))
+    def _score_prompt(self, row: Row) -> Tensor:
+        """The logits of its last token, [vocab_size]."""
+        for start in range(0, row.num_tokens, MAX_PIECE):
+            piece = Row(row.slot, min(MAX_PIECE, row.num_tokens - start), [], samples=False)
+            logits = self._forward([piece], self._hosted.all_logits)[0][0]  # [columns, vocab_size]
+            self._prompts.add(row.slot, logits)
+        return logits[-1]
+
+    def _sample(self, slots: list[int], logits: dict[int, Tensor]) -> Sampled:
+        """The slots' next tokens, in this order. logits: by slot, [vocab_size]."""
+        if not slots:
+            return Sampled([], [], {})
+        places = np.array(slots)
+        return self._sampling.sample(torch.stack([logits[slot] for slot in slots]), places, self._slots.num_computed[places])
 
     def _embed(self, group: list[Row]) -> dict[int, list[float]]:
         """Slot -> embedding, of the rows that end one."""

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 from transformers.pytorch_utils import Conv1D
 
-from loray.kernels.lora import LoraGroup, LoraPages, add_lora
+from loray.kernels.lora import LoraPages, LoraWork, add_lora
 from loray.models.linear import Projection
 from loray.models.shards import Shard
 from loray.models.special import SpecialRows
@@ -18,7 +18,7 @@ class ForwardRows:
     """What the linears must know of the forward in progress, which transformers does not pass on. Its runner sets it before each."""
 
     num_tokens: int = 0  # rows * padded length
-    lora_groups: tuple[LoraGroup, ...] = ()
+    lora_work: LoraWork = ()
     specials: tuple[SpecialRows, ...] = ()
 
 
@@ -44,7 +44,7 @@ class HostedLinear(nn.Module):
 
     def add(self, _linear: nn.Module, inputs: tuple[Any, ...], output: Tensor) -> None:
         """A forward hook: output [rows, length, out] or [num_tokens, out], changed in place."""
-        if not self._rows.lora_groups:
+        if not self._rows.lora_work:
             return
         assert self.lora is not None, "a row has LoRA pages, but no pages were allocated"
         x = inputs[0].reshape(-1, self.in_size).to(self.weight.dtype)
@@ -53,7 +53,7 @@ class HostedLinear(nn.Module):
         for rows in self._rows.specials:
             if change := rows.special.changes.get(self):
                 change.of_linear(y[rows.tokens], None)
-        add_lora(y, x, self.lora, self._rows.lora_groups)
+        add_lora(y, x, self.lora, self._rows.lora_work)
 
 
 class SeenTokens:

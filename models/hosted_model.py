@@ -77,6 +77,12 @@ class HostedModel:
         output = self.model(**self._inputs(input_ids, whole_mask, past), **self._last_only)
         return output.logits[:, -1], self._batch(slots, whole_mask, output.past_key_values)
 
+    def all_logits(self, slots: Sequence[int], input_ids: Tensor, mask: Tensor, past: PaddedBatch | None) -> tuple[Tensor, PaddedBatch]:
+        """Of every new token, [rows, new columns, vocab_size]."""
+        whole_mask = mask if past is None else torch.cat([past.attention_mask, mask], 1)
+        output = self.model(**self._inputs(input_ids, whole_mask, past))
+        return output.logits, self._batch(slots, whole_mask, output.past_key_values)
+
     def hidden(self, slots: Sequence[int], input_ids: Tensor, mask: Tensor, past: PaddedBatch | None) -> tuple[Tensor, PaddedBatch]:
         """What the output head would see, [rows, new columns, hidden_size]."""
         whole_mask = mask if past is None else torch.cat([past.attention_mask, mask], 1)

@@ -75,9 +75,9 @@ class Linear(nn.Module):
         for rows in batch.specials:
             if change := rows.special.changes.get(self):
                 change.of_linear(y[rows.tokens], bias)
-        if batch.lora_groups:
+        if batch.lora_work:
             assert self.lora is not None, "a row has LoRA pages, but no pages were allocated"
-            add_lora(y, x, self.lora, batch.lora_groups)
+            add_lora(y, x, self.lora, batch.lora_work)
         return y
 
     def _base(self, x: Tensor, bias: Tensor | None) -> Tensor:

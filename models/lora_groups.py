@@ -4,10 +4,11 @@ import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 
 import numpy as np
+import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from loray.kernels.lora import LoraGroup, Padding, PoolView
+from loray.kernels.lora import LONG_BLOCK, SHORT_BLOCK, LoraGroup, LoraSegments, LoraWork, Padding, PoolView
 from loray.models.adapter import PAGE_RANK
 from loray.models.special import Special, SpecialRows
 
@@ -60,8 +61,38 @@ class _Draft:
         return True
 
 
-def lora_groups(runs: list[tuple[Run, ...]], num_tokens: list[int], upload: Callable[[NDArray[np.int64]], Tensor]) -> Iterator[LoraGroup]:
+def lora_work(
+    runs: list[tuple[Run, ...]], num_tokens: list[int], upload: Callable[[NDArray[np.int64]], Tensor], device: torch.device
+) -> LoraWork:
     """For the rows of a step in their order: the runs of each row's adapter, and its number of tokens."""
+    if not any(runs):
+        return ()
+    return lora_segments(runs, num_tokens, upload) if device.type == "cuda" else tuple(lora_groups(runs, num_tokens, upload))
+
+
+def lora_segments(runs: list[tuple[Run, ...]], num_tokens: list[int], upload: Callable[[NDArray[np.int64]], Tensor]) -> LoraSegments:
+    segments = [(first, count, _pages(row_runs)) for first, count, row_runs in _segments(runs, num_tokens) if row_runs]
+    size = SHORT_BLOCK if max(count for _, count, _ in segments) <= SHORT_BLOCK else LONG_BLOCK
+    blocks: list[tuple[int, int, int, int]] = []
+    page_ids: list[int] = []
+    for first, count, pages in segments:
+        for start in range(0, count, size):
+            blocks.append((first + start, min(size, count - start), len(page_ids), len(pages)))
+        page_ids += pages
+    return LoraSegments(
+        blocks=upload(np.array(blocks, np.int64)).int(),
+        page_ids=upload(np.array(page_ids, np.int64)).int(),
+        block_tokens=size,
+        max_pages=max(len(pages) for *_, pages in segments),
+        page_rank=PAGE_RANK,
+    )
+
+
+def _pages(runs: tuple[Run, ...]) -> list[int]:
+    return [page for start, end in runs for page in range(start // PAGE_RANK, end // PAGE_RANK)]
+
+
+def lora_groups(runs: list[tuple[Run, ...]], num_tokens: list[int], upload: Callable[[NDArray[np.int64]], Tensor]) -> Iterator[LoraGroup]:
     draft: _Draft | None = None
     for first_token, count, row_runs in _segments(runs, num_tokens):
         if draft and len(row_runs) == 1 and draft.add(row_runs[0], count):
@@ -77,9 +108,9 @@ def lora_groups(runs: list[tuple[Run, ...]], num_tokens: list[int], upload: Call
 
 
 def special_rows(
-    runs: Sequence[tuple[Run, ...]], num_tokens: Sequence[int], samples: Sequence[bool], specials: Mapping[int, Special]
+    runs: Sequence[tuple[Run, ...]], num_tokens: Sequence[int], samples: Sequence[int], specials: Mapping[int, Special]
 ) -> Iterator[SpecialRows]:
-    """For the rows of a step in their order: the runs of each row's adapter, its number of tokens, and whether its last one samples."""
+    """For the rows of a step in their order: the runs of each row's adapter, its number of tokens, and of those whose logits are wanted."""
     if not specials:
         return
     token = sample = 0

@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from loray.models.batch import AttentionGroup, Batch, Mask
-from loray.models.lora_groups import lora_groups, sort_key, special_rows
+from loray.models.lora_groups import lora_work, sort_key, special_rows
 from loray.models.slots import Slots
 from loray.models.special import Special
 from loray.models.step import Row
@@ -65,7 +65,7 @@ class Planner:
             positions=self._upload(positions),
             kv_slots=self._upload(blocks * self._block_size + positions % self._block_size),
             groups=tuple(self._groups(slots, starts, num_tokens, offsets)),
-            lora_groups=tuple(lora_groups(runs, num_tokens.tolist(), self._upload)),
+            lora_work=lora_work(runs, num_tokens.tolist(), self._upload, self._tokens.device),
             specials=tuple(special_rows(runs, num_tokens.tolist(), samples.tolist(), self._specials)),
             sample_tokens=None if samples.all() and num_tokens.max() == 1 else self._upload(last_tokens[samples]),
         )

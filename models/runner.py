@@ -3,25 +3,26 @@
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
-import numpy as np
 import torch
-from numpy.typing import NDArray
 from torch import Tensor
 from transformers import AutoConfig
 
 from loray.models import attention
 from loray.models.device_memory import free_bytes
+from loray.models.grammar_masks import GrammarMasks
 from loray.models.kv_cache import KVCache
 from loray.models.loader import load_weights
 from loray.models.lora import LoraPool
+from loray.models.lora_groups import special_rows
 from loray.models.parallel import Parallel
 from loray.models.planner import Plan, Planner
 from loray.models.pooler import Pooler
+from loray.models.prompt_logprobs import MAX_PIECE, PromptLogprobs
 from loray.models.registry import model_class
-from loray.models.sampler import sample
+from loray.models.slot_sampling import Sampled, SlotSampling
 from loray.models.slots import Slots
 from loray.models.step import Admission, LoadReport, Row, Step, StepResult
 
@@ -53,6 +54,8 @@ class Runner:
         self._tokens = torch.zeros(max_running, max_total_tokens + 1, dtype=torch.int32, device=device)
         self._planner = Planner(self._slots, self._tokens, block_size, dtype, self._model.windows, self._lora.specials)
         self._pooler = Pooler()
+        self._prompts = PromptLogprobs()
+        self._sampling = SlotSampling(self._tokens, GrammarMasks(model_path), parallel)
         self._kv_cache: KVCache | None = None
 
     def report(self, memory_fraction: float) -> LoadReport:
@@ -79,6 +82,7 @@ class Runner:
     @torch.inference_mode()
     def execute(self, step: Step) -> StepResult:
         failed_loads = self._lora.load_all(step.loads, step.freed_pages)
+        self._sampling.admit(step.admissions)
         for admission in step.admissions:
             self._admit(admission)
         if not step.rows:
@@ -89,23 +93,44 @@ class Runner:
         hidden = self._model.hidden(plan.batch, self._kv_cache.layers)
         for row in step.rows:
             self._slots.num_computed[row.slot] += row.num_tokens
-        token_ids, logprobs = self._sample(plan, hidden)
+        self._score_prompts(step.rows, plan, hidden)
+        sampled = self._sample(plan, hidden)
         embeddings = self._pooler.pool(step.rows, plan.first_tokens, hidden)
-        return StepResult(step.step_id, token_ids, logprobs, failed_loads, embeddings, self._lora.load_seconds)
+        prompts = dict(self._prompts.take(plan.sample_slots[plan.result_order].tolist()))
+        return StepResult(
+            step.step_id,
+            sampled.token_ids,
+            sampled.logprobs,
+            failed_loads,
+            embeddings,
+            self._lora.load_seconds,
+            failed_rows=self._sampling.failed(step.rows),
+            alternatives=sampled.alternatives,
+            prompt_logprobs={place: scores.logprobs for place, scores in prompts.items()},
+            prompt_alternatives={place: scores.alternatives for place, scores in prompts.items() if scores.alternatives},
+        )
 
-    def _sample(self, plan: Plan, hidden: Tensor) -> tuple[list[int], list[float]]:
-        """New tokens and their log-probabilities, in the order of the step's rows; the tokens feed the next step."""
+    def _sample(self, plan: Plan, hidden: Tensor) -> Sampled:
+        """In the order of the step's rows; the tokens feed the next step."""
         if not len(plan.sample_slots):
-            return [], []
+            return Sampled([], [], {})
         last = hidden if plan.batch.sample_tokens is None else hidden[plan.batch.sample_tokens]  # [num_samples, hidden]
-        token_ids, logprobs = sample(self._model.logits(last, plan.batch), self._slots.sampling(plan.sample_slots, plan.sample_positions))
-        places = torch.from_numpy(plan.sample_slots * self._tokens.shape[1] + plan.sample_positions).to(self._device)
-        self._tokens.view(-1).index_copy_(0, places, token_ids.int())
-        return _ordered(token_ids, plan.result_order), _ordered(logprobs, plan.result_order)
+        logits = self._model.logits(last, plan.batch)
+        return self._sampling.sample(logits, plan.sample_slots, plan.sample_positions).ordered(plan.result_order.tolist())
+
+    def _score_prompts(self, rows: list[Row], plan: Plan, hidden: Tensor) -> None:
+        """hidden: [num_tokens, hidden] of the batch."""
+        for row, first in zip(rows, plan.first_tokens.tolist(), strict=True):
+            if row.slot not in self._prompts:
+                continue
+            for piece in hidden[first : first + row.num_tokens].split(MAX_PIECE):
+                specials = special_rows([self._slots.runs[row.slot]], [len(piece)], [len(piece)], self._lora.specials)
+                self._prompts.add(row.slot, self._model.logits(piece, replace(plan.batch, specials=tuple(specials))))
 
     def _admit(self, admission: Admission) -> None:
         self._slots.admit(admission)
         self._pooler.admit(admission)
+        self._prompts.admit(admission)
         token_ids = torch.tensor(admission.token_ids, dtype=torch.int32)
         self._tokens[admission.slot, : len(token_ids)] = token_ids.to(self._device, non_blocking=True)
 
@@ -128,7 +153,3 @@ def _born_on(device: torch.device, dtype: torch.dtype) -> Iterator[None]:
             yield
     finally:
         torch.set_default_dtype(previous)
-
-
-def _ordered(values: Tensor, order: NDArray[np.int64]) -> list[Any]:
-    return values.cpu().numpy()[order].tolist()

@@ -1,6 +1,4 @@
-"""Picks the next token of each row from its logits. A row's token depends on its own logits, seed and position, never on its neighbours."""
-
-from dataclasses import dataclass
+"""Draws the next token of each row from its scores. A row's token depends on its own scores, seed and position, never on its neighbours."""
 
 import numpy as np
 import torch
@@ -11,55 +9,97 @@ from loray.kernels.noise import gumbel_noise
 
 LOWEST_TEMPERATURE = 1e-6  # below it the softmax is one-hot, and logits / temperature might overflow
 LOWEST_LOGPROB = -9999.0  # stands for minus infinity: every logprob is finite
+NEVER = float("-inf")
+
+SAMPLING_ROW = np.dtype(
+    [
+        ("temperature", np.float32),  # 0 = greedy
+        ("top_k", np.int64),  # 0 = off
+        ("top_p", np.float32),  # 1 = off
+        ("typical_p", np.float32),  # 1 = off
+        ("seed", np.uint64),
+        ("position", np.int64),  # of the token to be sampled, in its sequence
+        ("num_prompt", np.int64),  # tokens before the first that was generated
+        ("repetition_penalty", np.float32),  # 1 = off
+        ("frequency_penalty", np.float32),  # 0 = off
+        ("presence_penalty", np.float32),  # 0 = off
+        ("min_new_tokens", np.int64),  # 0 = off
+        ("num_alternatives", np.int64),
+        ("is_watermarked", np.bool_),
+        ("is_shaped", np.bool_),  # its logits are changed before the temperature
+    ]
+)
+SamplingRows = NDArray[np.void]  # [num_samples] of SAMPLING_ROW, on the host
 
 
-@dataclass(frozen=True, slots=True)
-class SamplingRows:
-    """On the host, one entry for each row of the logits."""
+def sample(logits: Tensor, rows: SamplingRows, scores: Tensor | None = None) -> tuple[Tensor, Tensor]:
+    """Token ids [num_samples] int64, and their log-probabilities under the logits.
 
-    temperature: NDArray[np.float32]  # [num_samples] 0 = greedy
-    top_k: NDArray[np.int64]  # [num_samples] 0 = off
-    top_p: NDArray[np.float32]  # [num_samples] 1 = off
-    seed: NDArray[np.uint64]  # [num_samples]
-    position: NDArray[np.int64]  # [num_samples] of the token to be sampled, in its sequence
-
-
-def sample(logits: Tensor, rows: SamplingRows) -> tuple[Tensor, Tensor]:
-    """[num_samples, vocab_size] -> token ids [num_samples] int64 and their log-probabilities under the unwarped logits."""
-    logits = logits.float()
-    tokens = logits.argmax(-1)
-    is_random = rows.temperature > LOWEST_TEMPERATURE
+    logits: [num_samples, vocab_size] float32; scores: the same as the rows have shaped them, where tokens are to come from.
+    """
+    scores = logits if scores is None else scores
+    tokens = scores.argmax(-1)
+    is_random = rows["temperature"] > LOWEST_TEMPERATURE
     if is_random.any():
-        places = torch.from_numpy(is_random.nonzero()[0]).to(logits.device)
-        tokens[places] = _sample_random(logits[places], _select(rows, is_random))
+        places = torch.from_numpy(is_random.nonzero()[0]).to(scores.device)
+        tokens[places] = _sample_random(scores[places], rows[is_random])
     chosen = logits.gather(1, tokens[:, None]).squeeze(1)
-    logprobs = chosen - logits.logsumexp(-1)
-    return tokens, torch.nan_to_num(logprobs, nan=LOWEST_LOGPROB, neginf=LOWEST_LOGPROB, posinf=LOWEST_LOGPROB)
+    return tokens, finite(chosen - logits.logsumexp(-1))
 
 
-def _sample_random(logits: Tensor, rows: SamplingRows) -> Tensor:
-    """Gumbel-max: the largest of logit + noise is a draw from the softmax."""
-    logits = logits / _column(rows.temperature, logits)
-    is_filtered = (rows.top_k > 0) | (rows.top_p < 1)
+def most_probable(logits: Tensor, num_tokens: int) -> tuple[Tensor, Tensor]:
+    """[num_rows, vocab_size] float32 -> token ids and log-probabilities, [num_rows, num_tokens] each, falling."""
+    found = logits.topk(min(num_tokens, logits.shape[1]))
+    return found.indices, finite(found.values - logits.logsumexp(-1, keepdim=True))
+
+
+def finite(logprobs: Tensor) -> Tensor:
+    return torch.nan_to_num(logprobs, nan=LOWEST_LOGPROB, neginf=LOWEST_LOGPROB, posinf=LOWEST_LOGPROB)
+
+
+def column(values: NDArray, like: Tensor) -> Tensor:
+    """[num_rows] -> [num_rows, 1] beside the other tensor."""
+    return torch.from_numpy(values.copy()).to(like.device)[:, None]  # a field of a row is no array that torch takes
+
+
+def _sample_random(scores: Tensor, rows: SamplingRows) -> Tensor:
+    """Gumbel-max: the largest of score + noise is a draw from the softmax."""
+    scores = scores / column(rows["temperature"], scores)
+    is_filtered = (rows["top_k"] > 0) | (rows["top_p"] < 1)
     if is_filtered.any():
-        places = torch.from_numpy(is_filtered.nonzero()[0]).to(logits.device)
-        filtered = logits[places]
-        logits[places] = filtered.masked_fill(filtered < _threshold(filtered, _select(rows, is_filtered)), float("-inf"))
-    keys = torch.from_numpy(noise_keys(rows.seed, rows.position)).to(logits.device)
-    return logits.add_(gumbel_noise(keys, logits.shape[1])).argmax(-1)
+        places = torch.from_numpy(is_filtered.nonzero()[0]).to(scores.device)
+        filtered = scores[places]
+        scores[places] = filtered.masked_fill(filtered < _threshold(filtered, rows[is_filtered]), NEVER)
+    is_typical = rows["typical_p"] < 1
+    if is_typical.any():
+        places = torch.from_numpy(is_typical.nonzero()[0]).to(scores.device)
+        scores[places] = _typical(scores[places], rows[is_typical])
+    keys = torch.from_numpy(noise_keys(rows["seed"], rows["position"])).to(scores.device)
+    return scores.add_(gumbel_noise(keys, scores.shape[1])).argmax(-1)
 
 
-def _threshold(logits: Tensor, rows: SamplingRows) -> Tensor:
-    """[num_rows, 1] the smallest logit that stays: top-k first, then top-p of what is left, as transformers does it."""
-    vocab_size = logits.shape[1]
-    top_k = np.where(rows.top_k > 0, np.minimum(rows.top_k, vocab_size), vocab_size)
-    ordered = logits.topk(int(top_k.max())).values  # [num_rows, largest k], falling
-    is_beyond_k = torch.arange(ordered.shape[1], device=logits.device) >= _column(top_k, ordered)
-    probs = ordered.masked_fill(is_beyond_k, float("-inf")).softmax(-1)
+def _threshold(scores: Tensor, rows: SamplingRows) -> Tensor:
+    """[num_rows, 1] the smallest score that stays: top-k first, then top-p of what is left, as transformers does it."""
+    vocab_size = scores.shape[1]
+    top_k = np.where(rows["top_k"] > 0, np.minimum(rows["top_k"], vocab_size), vocab_size)
+    ordered = scores.topk(int(top_k.max())).values  # [num_rows, largest k], falling
+    is_beyond_k = torch.arange(ordered.shape[1], device=scores.device) >= column(top_k, ordered)
+    probs = ordered.masked_fill(is_beyond_k, NEVER).softmax(-1)
     mass_before = probs.cumsum(-1) - probs
-    is_dropped = is_beyond_k | (mass_before >= _column(rows.top_p, ordered))
+    is_dropped = is_beyond_k | (mass_before >= column(rows["top_p"], ordered))
     num_kept = (~is_dropped).sum(-1, keepdim=True).clamp_(min=1)
     return ordered.gather(1, num_kept - 1)
+
+
+def _typical(scores: Tensor, rows: SamplingRows) -> Tensor:
+    """Keeps the tokens whose surprise is nearest to the entropy, until they have the mass typical_p; as transformers does it."""
+    logprobs = scores.log_softmax(-1)
+    entropy = -(logprobs * logprobs.exp()).nansum(-1, keepdim=True)
+    distance = (-logprobs - entropy).abs()
+    ordered, order = distance.sort(-1)
+    mass = scores.gather(1, order).softmax(-1).cumsum(-1)
+    last = (mass < column(rows["typical_p"], mass)).sum(-1, keepdim=True).clamp_(max=scores.shape[1] - 1)
+    return scores.masked_fill(distance > ordered.gather(1, last), NEVER)
 
 
 def noise_keys(seed: NDArray[np.uint64], position: NDArray[np.int64]) -> NDArray[np.int32]:
@@ -74,11 +114,3 @@ def _splitmix(x: NDArray[np.uint64]) -> NDArray[np.uint64]:
     x = (x ^ (x >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
     x = (x ^ (x >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
     return x ^ (x >> np.uint64(31))
-
-
-def _select(rows: SamplingRows, mask: NDArray[np.bool_]) -> SamplingRows:
-    return SamplingRows(rows.temperature[mask], rows.top_k[mask], rows.top_p[mask], rows.seed[mask], rows.position[mask])
-
-
-def _column(values: NDArray, like: Tensor) -> Tensor:
-    return torch.from_numpy(values).to(like.device)[:, None]

@@ -27,9 +27,12 @@ class Sampling(msgspec.Struct, frozen=True, array_like=True):
     logit_bias: dict[int, float] = {}  # token id -> added to its logit
     watermark: bool = False
     min_new_tokens: Annotated[int, Meta(ge=0)] = 0  # before so many none of stop_ids
-    stop_ids: list[int] = []  # tokens that end the sequence, where the rank must know them
+    stop_ids: list[int] = []  # tokens that end the sequence; the driver fills them in where min_new_tokens needs them
     grammar: bytes = b""  # a compiled xgrammar grammar: zlib of its JSON; empty = none
     num_alternatives: Annotated[int, Meta(ge=0)] = 0  # most probable tokens to report beside each new one
+
+
+Alternatives = list[tuple[int, float]]  # token ids and their log-probabilities, most probable first
 
 
 class Admission(msgspec.Struct, frozen=True, array_like=True):
@@ -42,6 +45,8 @@ class Admission(msgspec.Struct, frozen=True, array_like=True):
     page_ids: list[int]  # rank pages of its adapter, empty = base model
     sampling: Sampling
     pooling: Pooling = ""
+    num_output: int = 0  # of token_ids, at their end, that were generated; the prompt is what comes before
+    wants_prompt_logprobs: bool = False  # with num_computed 0 only
 
 
 class Row(msgspec.Struct, frozen=True, array_like=True):
@@ -89,6 +94,10 @@ class StepResult(msgspec.Struct, frozen=True, array_like=True):
     failed_loads: dict[int, str] = {}  # index in the step's loads -> reason; rows that use those pages are worthless
     embeddings: list[list[float]] = []  # one for each row that samples and pools, in the order of the rows
     load_seconds: float = 0.0  # that the step's loads took
+    failed_rows: dict[int, str] = {}  # index in the step's rows -> why its sequence cannot go on; what such a row yields is worthless
+    alternatives: dict[int, Alternatives] = {}  # index in token_ids -> the most probable tokens at its place, where they are wanted
+    prompt_logprobs: dict[int, list[float]] = {}  # index in token_ids -> of each prompt token but the first, with the first token
+    prompt_alternatives: dict[int, list[Alternatives]] = {}  # likewise
 
 
 class LoadReport(msgspec.Struct, frozen=True):

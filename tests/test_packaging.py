@@ -39,7 +39,11 @@ def site(wheel: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def run(code: str, *sites: Path, cwd: Path) -> str:
-    """In a process that sees the given folders and not the repository's own editable install."""
+    return answer(start(code, *sites, cwd=cwd))
+
+
+def start(code: str, *sites: Path, cwd: Path) -> subprocess.Popen[str]:
+    """A process that sees the given folders and not the repository's own editable install."""
     lines = [
         "import sys",
         "sys.meta_path = [finder for finder in sys.meta_path if 'editable' not in str(getattr(finder, '__module__', finder)).lower()]",
@@ -48,9 +52,14 @@ def run(code: str, *sites: Path, cwd: Path) -> str:
         code,
     ]
     env = {**os.environ, "PYTHONPATH": os.pathsep.join(str(site) for site in sites)}
-    result = subprocess.run([sys.executable, "-c", "\n".join(lines)], capture_output=True, text=True, env=env, cwd=cwd, check=False)
-    assert result.returncode == 0, result.stderr
-    return result.stdout.strip()
+    command = [sys.executable, "-c", "\n".join(lines)]
+    return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=env, cwd=cwd)
+
+
+def answer(process: subprocess.Popen[str]) -> str:
+    stdout, stderr = process.communicate()
+    assert process.returncode == 0, stderr
+    return stdout.strip()
 
 
 def test_the_wheel_holds_every_module_and_nothing_else(wheel: Path) -> None:
@@ -78,5 +87,6 @@ def test_it_lives_beside_the_hugging_face_package_named_kernels(site: Path, tmp_
     imports = f"import kernels, transformers.models.llama.modeling_llama, loray.kernels.{ours} as ours"
     code = f"{imports}; print(kernels.__file__); print(ours.__file__)"
     expected = [str(theirs / "kernels/__init__.py"), str(site / f"loray/kernels/{ours}.py")]
-    assert run(code, site, theirs, cwd=tmp_path).splitlines() == expected
-    assert run(code, site, theirs, cwd=ROOT).splitlines() == expected  # where a folder `kernels` lies in the way
+    folders = (tmp_path, ROOT)  # in the latter a folder `kernels` lies in the way
+    for process in [start(code, site, theirs, cwd=folder) for folder in folders]:
+        assert answer(process).splitlines() == expected

@@ -1,16 +1,18 @@
 """A backend that plays a script instead of a model, and notes what was asked of it and how each request ended."""
 
 import asyncio
+import functools
 from collections.abc import AsyncGenerator, Coroutine, Sequence
 from typing import Any, TypeVar
 
 import httpx
+from fastapi import FastAPI
 
 from loray.deployments.adapter_records import AdapterChange, AdapterSet, Changed
 from loray.deployments.adapter_status import AdapterStatus
 from loray.deployments.config import ServerArgs
 from loray.deployments.http_app import make_app
-from loray.deployments.request import GenerationRequest, TokenEvent
+from loray.deployments.request import AdapterRef, GenerationRequest, TokenEvent
 from loray.deployments.service import Service
 from loray.deployments.tokenizer import Tokenizer
 from tests.tiny_tokenizer import tiny_tokenizer
@@ -26,34 +28,38 @@ MAX_TOTAL_TOKENS = 64
 class ScriptedBackend:
     """Plays `script`: token ids that come together, or an error to raise, one item a turn. Ends with `finish`.
 
-    For a request that pools the token ids of the script are turns to wait, and `embedding_of` its prompt is the end."""
+    Every token has the log-probability that `logprob_of` its request says; log-probabilities of the prompt and alternatives
+    come when they are wanted. For a request that pools the token ids of the script are turns to wait, and `embedding_of` its
+    prompt is the end."""
 
     def __init__(self, script: Sequence[list[int] | Exception], finish: str = "eos_token", turn_s: float = 0.0) -> None:
         self.script = script
         self.finish = finish
         self.turn_s = turn_s
+        self.queue_s = 0.0  # what it says of its queue
         self.requests: list[GenerationRequest] = []
         self.endings: list[str] = []  # "" = ran to its end
         self.is_healthy = True
         self.statuses: dict[str, list[AdapterStatus]] = {"replica": []}
         self.changes: list[AdapterChange] = []
         self.records = AdapterSet()
+        self.templates: dict[str, str] = {}  # chat templates, by the id of the adapter that brings one
         self.loads: dict[str, list[AdapterStatus]] = {}  # by adapter id: how its status goes on after a change, one at each look
 
     async def generate(self, request: GenerationRequest) -> AsyncGenerator[TokenEvent, None]:
         self.requests.append(request)
         ending = ""
         try:
-            if not self.script or not isinstance(self.script[0], Exception):
+            script = self.script_of(request)
+            if not script or not isinstance(script[0], Exception):
                 yield TokenEvent(request.request_id)
-            for turn, item in enumerate(self.script):
+            for turn, item in enumerate(script):
                 await asyncio.sleep(self.turn_s)
                 if isinstance(item, Exception):
                     raise item
                 if request.pooling:
                     continue
-                finish = self.finish if turn == len(self.script) - 1 else ""
-                yield TokenEvent(request.request_id, item, [-0.5] * len(item), finish)
+                yield self._event(request, item, turn == 0, self.finish if turn == len(script) - 1 else "")
             if request.pooling and self.finish:
                 yield TokenEvent(request.request_id, finish_reason="embedding", embedding=self.embedding_of(request.prompt_ids))
         except BaseException as error:
@@ -61,6 +67,31 @@ class ScriptedBackend:
             raise
         finally:
             self.endings.append(ending)
+
+    def script_of(self, request: GenerationRequest) -> Sequence[list[int] | Exception]:
+        return self.script
+
+    def logprob_of(self, request: GenerationRequest) -> float:
+        return -0.5
+
+    @staticmethod
+    def alternatives_of(token_id: int, num: int) -> list[tuple[int, float]]:
+        """The token itself and those after it, less and less probable."""
+        return [(token_id + i, -0.5 - i) for i in range(num)]
+
+    def _event(self, request: GenerationRequest, token_ids: list[int], is_first: bool, finish: str) -> TokenEvent:
+        num = request.sampling.num_alternatives
+        others = request.prompt_ids[1:] if is_first and request.wants_prompt_logprobs else []
+        return TokenEvent(
+            request.request_id,
+            token_ids,
+            [self.logprob_of(request)] * len(token_ids),
+            finish,
+            alternatives=[self.alternatives_of(token_id, num) for token_id in token_ids] if num else [],
+            prompt_logprobs=[-float(place) for place, _ in enumerate(others, 1)],
+            prompt_alternatives=[self.alternatives_of(token_id, num) for token_id in others] if num else [],
+            queue_s=self.queue_s if is_first else 0.0,
+        )
 
     @staticmethod
     def embedding_of(prompt_ids: list[int]) -> list[float]:
@@ -88,6 +119,9 @@ class ScriptedBackend:
 
     async def undo_adapter_change(self, changed: Changed) -> None:
         self.records.undo(changed)
+
+    async def chat_template(self, adapter: AdapterRef) -> str:
+        return self.templates.get(adapter.adapter_id, "")
 
     async def healthy(self) -> bool:
         return self.is_healthy
@@ -126,16 +160,29 @@ def service_of(backend: ScriptedBackend, **args: Any) -> Service:
 
 
 def send(service: Service, method: str, path: str, **kwargs: Any) -> httpx.Response:
-    async def one() -> httpx.Response:
-        transport = httpx.ASGITransport(make_app(service), raise_app_exceptions=False)
-        async with httpx.AsyncClient(transport=transport, base_url="http://loray") as client:
-            return await client.request(method, path, **kwargs)
-
-    return run(one())
+    return run(_response(make_app(service), method, path, **kwargs))
 
 
-def post(backend: ScriptedBackend, path: str, body: Any) -> httpx.Response:
-    return send(service_of(backend), "POST", path, json=body)
+def post(backend: ScriptedBackend, path: str, body: Any, headers: dict[str, str] | None = None) -> httpx.Response:
+    """To a server with the default arguments, whose numbers are those of all such calls. A body that is bytes is JSON already."""
+    service, app = _default_app()
+    service.backend = backend
+    if not isinstance(body, bytes):
+        return run(_response(app, "POST", path, json=body, headers=headers))
+    return run(_response(app, "POST", path, content=body, headers={"Content-Type": "application/json", **(headers or {})}))
+
+
+@functools.cache
+def _default_app() -> tuple[Service, FastAPI]:
+    """Made once: it takes longer than most requests."""
+    service = service_of(ScriptedBackend([]))
+    return service, make_app(service)
+
+
+async def _response(app: FastAPI, method: str, path: str, **kwargs: Any) -> httpx.Response:
+    transport = httpx.ASGITransport(app, raise_app_exceptions=False)
+    async with httpx.AsyncClient(transport=transport, base_url="http://loray") as client:
+        return await client.request(method, path, **kwargs)
 
 
 def run(work: Coroutine[Any, Any, T]) -> T:

@@ -1,7 +1,8 @@
 """A rank in plain Python that follows the step protocol to the letter and notices when the driver does not.
 
 Its blocks hold (adapter, token) where a real rank holds keys and values, so a wrong block table, a block shared by mistake or a
-stale page shows as a wrong context. The "model" is a hash of the context; an embedding is made of what each row computed.
+stale page shows as a wrong context. The "model" is a hash of the context; an embedding is made of what each row computed, and a token's
+log-probability is the token itself, negative. A grammar that is not empty is unreadable.
 """
 
 import zlib
@@ -39,6 +40,7 @@ class SimulatedRank:
         self.computed: dict[int, int] = {}
         self.sums: dict[int, int] = {}  # of the sequences that pool
         self.embeddings: list[list[float]] = []  # of the step that runs
+        self.prompt_logprobs: dict[int, list[float]] = {}  # by slot, as far as they are computed
         self.bad_paths: set[str] = set()
         self.steps: list[Step] = []
 
@@ -54,9 +56,29 @@ class SimulatedRank:
             self.tables[admission.slot] = list(admission.block_ids)
             self.computed[admission.slot] = admission.num_computed
             self.sums[admission.slot] = 0
+            self.prompt_logprobs.pop(admission.slot, None)
+            if admission.wants_prompt_logprobs:
+                assert admission.num_computed == admission.num_output == 0, "they come of the whole prompt, with the first token"
+                self.prompt_logprobs[admission.slot] = []
         self.embeddings = []
-        sampled = [token for row in step.rows if (token := self._run(row.slot, row.num_tokens, row.new_block_ids, row.samples)) is not None]
-        return StepResult(step.step_id, sampled, [-1.0] * len(sampled), failed, self.embeddings)
+        sampled = [
+            (row.slot, token)
+            for row in step.rows
+            if (token := self._run(row.slot, row.num_tokens, row.new_block_ids, row.samples)) is not None
+        ]
+        counts = [self.slots[slot].sampling.num_alternatives for slot, _ in sampled]
+        prompts = {i: self.prompt_logprobs.pop(slot) for i, (slot, _) in enumerate(sampled) if slot in self.prompt_logprobs}
+        return StepResult(
+            step.step_id,
+            [token for _, token in sampled],
+            [-float(token) for _, token in sampled],
+            failed,
+            self.embeddings,
+            failed_rows={i: "unreadable grammar" for i, row in enumerate(step.rows) if self.slots[row.slot].sampling.grammar},
+            alternatives={i: [(token, -float(token))] * counts[i] for i, (_, token) in enumerate(sampled) if counts[i]},
+            prompt_logprobs=prompts,
+            prompt_alternatives={i: [[(0, value)] * counts[i] for value in values] for i, values in prompts.items() if counts[i]},
+        )
 
     def _run(self, slot: int, num_tokens: int, new_block_ids: list[int], samples: bool) -> int | None:
         table, tokens, start = self.tables[slot], self.tokens[slot], self.computed[slot]
@@ -65,6 +87,8 @@ class SimulatedRank:
         for position in range(start, start + num_tokens):
             self.blocks[table[position // self.block_size]][position % self.block_size] = (adapter, tokens[position])
             self.sums[slot] += tokens[position] + len(adapter)
+            if position and slot in self.prompt_logprobs:
+                self.prompt_logprobs[slot].append(-float(tokens[position]))
         self.computed[slot] = end = start + num_tokens
         context = [self.blocks[table[p // self.block_size]][p % self.block_size] for p in range(end)]
         assert context == [(adapter, token) for token in tokens[:end]], "a block holds something else than this sequence's tokens"

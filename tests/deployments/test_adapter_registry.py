@@ -12,7 +12,7 @@ import pytest
 from loray.deployments import adapter_records, registry_follower
 from loray.deployments.adapter_records import AdapterChange, AdapterRecords, AdapterSet, Changed
 from loray.deployments.adapter_registry import AdapterRegistry, Patience, merge_replicas
-from loray.deployments.adapter_status import AdapterStatus
+from loray.deployments.adapter_status import AdapterStatus, TierUse
 from loray.deployments.errors import Unhealthy
 from loray.deployments.registry_follower import RegistryFollower
 from loray.deployments.request import AdapterRef
@@ -307,13 +307,24 @@ def test_statuses_are_those_of_the_moment_from_every_replica() -> None:
 def test_replicas_are_merged_by_version() -> None:
     merged = merge_replicas(
         [
-            status_of("pirate", "host", version="1", num_served=3, num_running=1, host_bytes=10, last_used=5.0),
+            status_of("pirate", "host", version="1", num_served=3, num_running=1, host_bytes=10, last_used=5.0, gpu_use=TierUse(1, 0.5, 1)),
             status_of("poet", "failed", version="", error="no such file"),
-            status_of("pirate", "gpu", version="1", num_served=4, num_failed=1, host_bytes=7, gpu_bytes=2, is_pinned=True),
+            status_of(
+                "pirate", "gpu", version="1", num_served=4, num_failed=1, host_bytes=7, gpu_bytes=2, is_pinned=True, gpu_use=TierUse(2, 1.0)
+            ),
             status_of("pirate", "unloading", version="0"),
         ]
     )
-    fields = {"num_served": 7, "num_running": 1, "num_failed": 1, "host_bytes": 10, "gpu_bytes": 2, "is_pinned": True, "last_used": 5.0}
+    fields: dict[str, Any] = {
+        "num_served": 7,
+        "num_running": 1,
+        "num_failed": 1,
+        "host_bytes": 10,
+        "gpu_bytes": 2,
+        "is_pinned": True,
+        "last_used": 5.0,
+    }
+    fields["gpu_use"] = TierUse(3, 1.5, 1)
     assert merged == [
         status_of("pirate", "unloading", version="0"),
         status_of("pirate", "gpu", version="1", **fields),

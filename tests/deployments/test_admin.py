@@ -129,6 +129,8 @@ def test_the_list_puts_replicas_together_and_shows_private_adapters(service: Ser
         "num_served": 5,
         "num_failed": 0,
         "last_used": 0.0,
+        "gpu_use": {"num_loads": 0, "load_seconds": 0.0, "num_evictions": 0},
+        "host_use": {"num_loads": 0, "load_seconds": 0.0, "num_evictions": 0},
         "error": "",
     }
 

@@ -41,6 +41,13 @@ def test_an_unknown_field_is_refused(tree: dict[str, Any]) -> None:
         {"scheduler": {"max_batch_tokens": 0}},
         {"device": "tpu"},
         {"driver": {"min_replicas": 0}},
+        {"limits": {"max_body_bytes": 0}},
+        {"limits": {"request_timeout_s": 0}},
+        {"limits": {"keep_alive_s": "inf"}},
+        {"api_keys": {"inference": ""}},
+        {"api_keys": {"inference": {}}},
+        {"api_keys": {"inference": {"a": "same", "b": "same"}}},
+        {"tracing": {"otlp_endpoint": "collector:4318"}},
     ],
 )
 def test_a_value_out_of_range_is_refused(tree: dict[str, Any]) -> None:
@@ -50,6 +57,11 @@ def test_a_value_out_of_range_is_refused(tree: dict[str, Any]) -> None:
 
 def test_sizes_are_read_as_people_write_them() -> None:
     assert ServerArgs.model_validate({"kv_cache": {"cpu_bytes": "512MiB"}}).kv_cache.cpu_bytes == 512 << 20
+
+
+@pytest.mark.parametrize(("inference", "named"), [(None, {}), ("one", {"default": "one"}), ({"a": "x", "b": "y"}, {"a": "x", "b": "y"})])
+def test_inference_keys_have_names(inference: Any, named: dict[str, str]) -> None:
+    assert ServerArgs.model_validate({"api_keys": {"inference": inference}}).api_keys.named == named
 
 
 def test_a_config_can_not_be_changed() -> None:
@@ -75,6 +87,7 @@ def test_the_command_line_wins_over_the_file(tmp_path: Path) -> None:
         "trust_remote_code": False,
         "implementation": "auto",
         "quantization": None,
+        "chat_template": None,
         "pooling": "mean",
     }
     assert plan.args.tensor_parallel_size == 2

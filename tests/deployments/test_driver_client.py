@@ -116,6 +116,16 @@ def test_a_generation_goes_on_at_another_replica_after_the_tokens_it_had() -> No
     assert [sent.output_ids for sent in driver.requests] == [[], [1, 2, 3]]
 
 
+def test_what_a_lost_replica_used_of_the_deadline_is_used() -> None:
+    driver = Driver([[ACCEPTED, tokens(1)], [ACCEPTED, tokens(7, finish_reason="length")]])
+    collect(driver, msgspec.structs.replace(request(), deadline_s=60.0))
+    first, second = (sent.deadline_s for sent in driver.requests)
+    assert 0 < second < first <= 60.0
+    unlimited = Driver([[ACCEPTED, tokens(1)], [ACCEPTED, tokens(7, finish_reason="length")]])
+    collect(unlimited, request())
+    assert [sent.deadline_s for sent in unlimited.requests] == [0.0, 0.0]
+
+
 def test_replicas_that_are_lost_without_a_result_are_an_error() -> None:
     with pytest.raises(Incomplete, match="lost"):
         collect(Driver([[ACCEPTED]] * MAX_LOSSES), request("mean"))

@@ -128,7 +128,7 @@ def test_embed_takes_loraxs_parameters() -> None:
         ({"inputs": ["hello"]}, "inputs"),
         ({"inputs": "x", "parameters": {"temperature": 1}}, "temperature: unknown field"),
         ({"inputs": "x", "parameters": {"adapter_source": "ftp"}}, "adapter_source"),
-        ({"inputs": "x", "stream": True}, "stream: unknown field"),
+        ({"inputs": "x", "stream": True}, "stream: input should be False"),
         ({}, "inputs: field required"),
     ],
 )

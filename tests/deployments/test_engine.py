@@ -1,6 +1,7 @@
 import threading
 import time
 from collections.abc import Iterator
+from typing import Any
 
 import msgspec
 import pytest
@@ -27,12 +28,16 @@ class Client:
         self.errors: dict[str, str] = {}
 
     def submit(
-        self, name: str, prompt: list[int], max_new_tokens: int = 8, adapter: Adapter | None = None, output: list[int] | None = None
+        self,
+        name: str,
+        prompt: list[int],
+        max_new_tokens: int = 8,
+        adapter: Adapter | None = None,
+        output: list[int] | None = None,
+        **fields: Any,
     ) -> None:
-        request = GenerationRequest(
-            request_id=name, prompt_ids=prompt, output_ids=output or [], max_new_tokens=max_new_tokens, sampling=Sampling()
-        )
-        self._send(request, adapter)
+        settings = {"output_ids": output or [], "max_new_tokens": max_new_tokens, "sampling": Sampling(), **fields}
+        self._send(GenerationRequest(request_id=name, prompt_ids=prompt, **settings), adapter)
 
     def embed(self, name: str, prompt: list[int], adapter: Adapter | None = None) -> None:
         self._send(GenerationRequest(request_id=name, prompt_ids=prompt, max_new_tokens=1, sampling=Sampling(), pooling="mean"), adapter)
@@ -90,6 +95,84 @@ def test_a_request_continues_where_another_replica_left_it(client: Client) -> No
     tokens = greedy("", [1, 2, 3], 8)
     client.submit("r", [1, 2, 3], output=tokens[:5])
     assert client.tokens("r") == tokens[5:]
+
+
+def test_logprobs_alternatives_and_the_prompts_come_with_their_tokens(client: Client) -> None:
+    prompt = list(range(1, 40))
+    client.submit("r", prompt, sampling=Sampling(num_alternatives=2), wants_prompt_logprobs=True)
+    client.submit("same prompt", prompt, wants_prompt_logprobs=True)
+    _, first, *others = client.finish("r")
+    assert first.prompt_logprobs == [-float(token) for token in prompt[1:]]
+    assert first.prompt_alternatives == [[(0, logprob)] * 2 for logprob in first.prompt_logprobs]
+    assert not any(event.prompt_logprobs or event.prompt_alternatives or event.queue_s for event in others)
+    for event in (first, *others):
+        (token,) = event.token_ids
+        assert event.logprobs == [-float(token)] and event.alternatives == [[(token, -float(token))] * 2]
+    _, first, *others = client.finish("same prompt")
+    assert first.prompt_logprobs == [-float(token) for token in prompt[1:]], "no part of it was taken from the cache"
+    assert not any(event.alternatives or event.prompt_alternatives for event in (first, *others))
+
+
+def test_prompt_logprobs_do_not_come_again_when_another_replica_goes_on(client: Client, steps: RankInProcess) -> None:
+    tokens = greedy("", [1, 2, 3], 8)
+    client.submit("r", [1, 2, 3], output=tokens[:3], wants_prompt_logprobs=True)
+    assert client.tokens("r") == tokens[3:]
+    assert not any(event.prompt_logprobs for event in client.finish("r"))
+    (admission,) = [admission for step in steps.rank.steps for admission in step.admissions]
+    assert (admission.num_output, admission.wants_prompt_logprobs) == (3, False)
+
+
+def test_the_first_token_says_how_long_its_request_waited_for_a_slot(client: Client, steps: RankInProcess) -> None:
+    steps.slow_paths = {"slow"}
+    slow = Adapter("slow", "slow", "slow", 1)
+    client.submit("slow", [1], adapter=slow)
+    client.submit("x", [1])
+    client.finish("x")
+    assert client.events["slow"], "accepted"
+    accepted = time.monotonic()
+    client.submit("y", [1])
+    client.finish("y")
+    waited = time.monotonic() - accepted
+    steps.prepare(slow.host_copy)
+    assert client.finish("slow")[1].queue_s >= waited > 0 < client.finish("x")[1].queue_s
+
+
+def test_a_stop_token_ends_a_request_even_one_that_ignores_eos(client: Client) -> None:
+    tokens = greedy("", [1, 2, 3], 8)
+    client.submit("r", [1, 2, 3], stop_token_ids=[tokens[3]], ignore_eos=True)
+    assert client.tokens("r") == tokens[: tokens.index(tokens[3]) + 1]
+    assert client.finish("r")[-1].finish_reason == "stop_token"
+
+
+def test_the_ranks_hear_which_tokens_may_not_end_a_request_yet(client: Client, steps: RankInProcess) -> None:
+    client.submit("young", [1], sampling=Sampling(min_new_tokens=3), stop_token_ids=[49, 7])
+    client.submit("plain", [1], stop_token_ids=[7])
+    client.finish("young"), client.finish("plain")
+    stop_ids = [admission.sampling.stop_ids for step in steps.rank.steps for admission in step.admissions]
+    assert stop_ids == [[7, 49], []]
+
+
+def test_a_grammar_that_no_rank_can_read_fails_its_own_request_alone(client: Client) -> None:
+    client.submit("bad", [1, 2], sampling=Sampling(grammar=b"x"))
+    client.submit("good", [1, 2])
+    last = client.finish("bad")[-1]
+    assert (last.error, last.message, client.errors["bad"]) == ("Incomplete", "unreadable grammar", "Incomplete")
+    assert not any(event.token_ids for event in client.finish("bad")), "what such a row yields is worthless"
+    assert client.tokens("good") == greedy("", [1, 2], 8)
+
+
+def test_a_deadline_ends_a_request_that_waits_and_one_that_runs(client: Client, steps: RankInProcess, engine: Engine) -> None:
+    steps.slow_paths = {"slow"}
+    client.submit("waits", [1], adapter=Adapter("slow", "slow", "slow", 1), deadline_s=0.05)
+    assert client.finish("waits")[-1].error == "DeadlineExceeded", "an idle engine wakes for it"
+    steps.gate.clear()
+    client.submit("runs", [1], max_new_tokens=60, adapter=Adapter("a", "a", "a", 1), deadline_s=0.05)
+    last = client.finish("runs")[-1]
+    assert last.error == client.errors["runs"] == "DeadlineExceeded" and "not finished within 0.05 s" in last.message
+    steps.gate.set()
+    for deadline_s in (60, 1e300, float("inf"), float("nan"), -1):
+        client.submit(f"in {deadline_s}", [1], deadline_s=deadline_s)
+        assert client.tokens(f"in {deadline_s}") == greedy("", [1], 8)
 
 
 def test_an_embedding_comes_in_one_event_after_the_accepting_one(client: Client, engine: Engine) -> None:

@@ -1,9 +1,11 @@
 import asyncio
+from typing import Any
 
+import msgspec
 import pytest
 
 from loray.deployments.errors import Incomplete
-from loray.deployments.generation import LOWEST_LOGPROB, Generation, Piece, Timing
+from loray.deployments.generation import LOWEST_LOGPROB, Generation, Piece, PromptToken, Timing
 from loray.deployments.request import GenerationRequest, TokenEvent
 from loray.deployments.tokenizer import Tokenizer
 from loray.models.step import Sampling
@@ -12,9 +14,11 @@ from tests.deployments.scripted_backend import EOS_ID, HF, ScriptedBackend, run,
 REQUEST = GenerationRequest(request_id="r", prompt_ids=[5, 6], max_new_tokens=50, sampling=Sampling())
 
 
-def generate(backend: ScriptedBackend, stops: list[str] | None = None) -> tuple[Generation, list[Piece]]:
+def generate(
+    backend: ScriptedBackend, stops: list[str] | None = None, request: GenerationRequest = REQUEST
+) -> tuple[Generation, list[Piece]]:
     async def collect() -> tuple[Generation, list[Piece]]:
-        generation = Generation(REQUEST, backend, Tokenizer(HF), stops or [], Timing())
+        generation = Generation(request, backend, Tokenizer(HF), stops or [], Timing())
         pieces = [piece async for piece in generation]
         await generation.aclose()
         return generation, pieces
@@ -75,6 +79,66 @@ def test_a_logprob_that_json_cannot_write_is_replaced() -> None:
 
     _, pieces = generate(Odd([]))
     assert [token.logprob for token in pieces[0].tokens] == [LOWEST_LOGPROB] * 2
+
+
+def wanting(prompt: str, **fields: Any) -> GenerationRequest:
+    return msgspec.structs.replace(REQUEST, prompt_ids=HF.encode(prompt), **fields)
+
+
+def test_a_stop_token_ends_it_as_a_stop_string_does() -> None:
+    generation, pieces = generate(ScriptedBackend(tokens_of("hello"), finish="stop_token"))
+    assert generation.finish_reason == pieces[-1].finish_reason == "stop_sequence"
+    assert ("".join(piece.text for piece in pieces), generation.stop_text) == ("hello", "")
+
+
+def test_alternatives_have_the_text_that_they_would_have_at_that_place() -> None:
+    said = "hello wörld, ok"
+    token_ids = HF.encode(said)
+
+    class Sure(ScriptedBackend):
+        @staticmethod
+        def alternatives_of(token_id: int, num: int) -> list[tuple[int, float]]:
+            return [(token_id, -0.5), (EOS_ID, float("-inf")), (HF.encode(" world")[-1], -2.0)]
+
+    request = wanting("hi", sampling=Sampling(num_alternatives=3))
+    _, pieces = generate(Sure([*tokens_of(said), [EOS_ID]]), request=request)
+    tokens = [token for piece in pieces for token in piece.tokens]
+    assert [token.id for token in tokens] == [*token_ids, EOS_ID]
+    for token in tokens:
+        itself, special, other = token.alternatives
+        assert (itself.id, itself.text, itself.logprob, itself.is_special) == (token.id, token.text, -0.5, token.is_special)
+        assert (special.text, special.is_special, special.logprob) == ("<|im_end|>", True, LOWEST_LOGPROB)
+        assert (other.logprob, other.is_special, other.alternatives) == (-2.0, False, ())
+    assert "".join(token.text for token in tokens if not token.is_special) == said
+    assert tokens[-1].alternatives[2].text == HF.decode(HF.encode(" world")[-1:])
+
+
+@pytest.mark.parametrize("prompt", ["hi wörld <|im_start|>日本", "a b " * 300])  # the second is decoded in a thread
+def test_prompt_tokens_are_the_prompt_with_the_logprobs_of_all_but_the_first(prompt: str) -> None:
+    request = wanting(prompt, wants_prompt_logprobs=True, sampling=Sampling(num_alternatives=2))
+
+    async def collect() -> list[PromptToken]:
+        generation = Generation(request, saying("x"), Tokenizer(HF), [], Timing())
+        async for _ in generation:
+            pass
+        return await generation.prompt_tokens()
+
+    tokens = run(collect())
+    assert [token.id for token in tokens] == request.prompt_ids
+    assert "".join(token.text for token in tokens) == prompt
+    assert [token.logprob for token in tokens] == [None, *(-float(place) for place in range(1, len(tokens)))]
+    assert [token.text for token in tokens if token.is_special] == ["<|im_start|>"] * prompt.count("<|im_start|>")
+    assert [[other.id for other in token.alternatives] for token in tokens] == [[], *([i, i + 1] for i in request.prompt_ids[1:])]
+
+
+def test_it_was_admitted_after_the_queue_that_the_engine_told_of() -> None:
+    backend = saying("hello", turn_s=0.05)
+    backend.queue_s = 0.02
+    timing = generate(backend)[0].timing
+    assert timing.admitted == timing.accepted + 0.02 < timing.first_token
+    backend.queue_s = 1e9  # another machine's clock
+    timing = generate(backend)[0].timing
+    assert timing.admitted == timing.first_token
 
 
 def test_a_backend_that_falls_silent_is_an_error() -> None:

@@ -1,5 +1,6 @@
 import pytest
 
+from loray.deployments.adapter_status import TierUse
 from loray.deployments.adapters import Adapter
 from loray.deployments.host_tier import HostTier
 from loray.models.step import HostCopy
@@ -18,7 +19,7 @@ def names(copies: list[HostCopy]) -> list[str]:
 def hold(tier: HostTier, *adapters: Adapter) -> None:
     for one in adapters:
         tier.want(one)
-        tier.arrived(one.host_copy, one.num_pages * PAGE)
+        tier.arrived(one.host_copy, one.num_pages * PAGE, 0.5)
     tier.take_orders()
 
 
@@ -29,8 +30,9 @@ def test_a_wanted_adapter_is_prepared_once_and_ready_when_it_has_arrived() -> No
     assert not a.is_ready and tier.is_loading(a) and tier.num_bytes == 20
     prepares, drops = tier.take_orders()
     assert names(prepares) == ["a"] and not drops
-    assert tier.arrived(a.host_copy, 15) is a
+    assert tier.arrived(a.host_copy, 15, 0.5) is a
     assert a.is_ready and tier.num_bytes == tier.bytes_of(a) == 15
+    assert a.host_use == TierUse(num_loads=1, load_seconds=0.5)
     tier.want(a)
     assert tier.take_orders() == ([], [])
 
@@ -43,6 +45,7 @@ def test_room_is_made_of_the_least_recently_wanted() -> None:
     prepares, drops = tier.take_orders()
     assert (names(prepares), names(drops), tier.num_evictions) == (["c"], ["b"], 1)
     assert a.is_ready and not b.is_ready and tier.num_bytes == 20
+    assert (a.host_use.num_evictions, b.host_use.num_evictions) == (0, 1)
 
 
 @pytest.mark.parametrize("why", ["waited for", "pinned", "being read"])
@@ -57,7 +60,7 @@ def test_what_is_needed_stays_and_the_new_one_waits_for_room(why: str) -> None:
     tier.want(new)
     assert tier.take_orders() == ([], []) and not new.is_ready
     if why == "being read":
-        tier.arrived(kept.host_copy, PAGE)
+        tier.arrived(kept.host_copy, PAGE, 0.5)
     kept.references, kept.is_pinned = 0, False
     tier.want(new)
     assert [names(orders) for orders in tier.take_orders()] == [["new"], ["kept"]]
@@ -90,7 +93,7 @@ def test_one_that_is_dropped_while_it_is_read_goes_when_it_has_arrived() -> None
     tier.take_orders()
     tier.drop(a)
     assert tier.take_orders() == ([], []) and tier.num_bytes == 10
-    tier.arrived(a.host_copy, 8)
+    tier.arrived(a.host_copy, 8, 0.5)
     assert names(tier.take_orders()[1]) == ["a"] and not a.is_ready and tier.num_bytes == tier.num_adapters == 0
 
 
@@ -113,7 +116,7 @@ def test_what_could_never_be_held_beside_the_pinned_is_known() -> None:
     tier.drop(pinned)
     tier.want(pinned)
     tier.take_orders()
-    tier.arrived(pinned.host_copy, 5)
+    tier.arrived(pinned.host_copy, 5, 0.5)
     assert tier.could_hold(adapter("a", 3), [pinned]), "it takes less than it might have"
 
 

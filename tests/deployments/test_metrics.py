@@ -1,10 +1,13 @@
+import asyncio
 import re
+from collections.abc import AsyncGenerator
 
 import pytest
 
 from loray.deployments import adapter_metrics
-from loray.deployments.adapter_status import AdapterStatus
+from loray.deployments.adapter_status import AdapterStatus, TierUse
 from loray.deployments.errors import AdapterNotFound, Overloaded
+from loray.deployments.request import GenerationRequest, TokenEvent
 from loray.deployments.service import Service
 from tests.deployments.scripted_backend import ScriptedBackend, saying, send, service_of, status_of
 
@@ -38,6 +41,23 @@ def test_a_generation_that_failed_is_counted_by_its_error() -> None:
     assert value(text, 'loray_requests_total{route="/generate",status="429"}') == 1
     assert value(text, 'loray_generations_total{adapter="base",outcome="overloaded"}') == 1
     assert "loray_time_to_first_token_seconds_count" not in text
+
+
+def test_failures_are_counted_by_type_and_the_time_in_the_queue_is_a_histogram() -> None:
+    class Queued(ScriptedBackend):
+        async def generate(self, request: GenerationRequest) -> AsyncGenerator[TokenEvent, None]:
+            yield TokenEvent(request.request_id)
+            await asyncio.sleep(0.06)
+            yield TokenEvent(request.request_id, [5], [-0.5], "length", queue_s=0.05)
+
+    service = service_of(Queued([]))
+    send(service, "POST", "/generate", json={"inputs": "hello"})
+    for path in ["/generate", "/v1/completions", "/embed"]:
+        send(service, "POST", path, json={})
+    text = send(service, "GET", "/metrics").text
+    assert value(text, 'loray_failures_total{type="validation"}') == 3
+    assert value(text, 'loray_queue_seconds_count{adapter="base"}') == 1
+    assert value(text, 'loray_queue_seconds_sum{adapter="base"}') >= 0.05
 
 
 def test_unknown_paths_share_one_label() -> None:
@@ -147,6 +167,19 @@ def test_residency_is_told_by_tier_and_ends_with_an_unload() -> None:
     generate(service, "pirate")
     text = send(service, "GET", "/metrics").text
     assert value(text, 'loray_adapter_requests_total{adapter="pirate",outcome="eos_token"}') == 1
+
+
+def test_loads_and_evictions_are_told_by_adapter_and_tier() -> None:
+    backend = saying("")
+    uses = {"gpu_use": TierUse(num_loads=3, load_seconds=0.5, num_evictions=2), "host_use": TierUse(num_loads=1, load_seconds=2.0)}
+    backend.statuses = {"replica": [status_of("pirate", "gpu", **uses), status_of("idle", "known", **uses)]}
+    service = service_of(backend)
+    generate(service, "pirate")
+    text = send(service, "GET", "/metrics").text
+    names = ("loads", "load_seconds", "evictions")
+    for tier, expected in (("gpu", [3, 0.5, 2]), ("host", [1, 2, 0])):
+        assert [value(text, f'loray_adapter_{name}_total{{adapter="pirate",tier="{tier}"}}') for name in names] == expected
+    assert 'adapter="idle"' not in text
 
 
 def test_metrics_are_readable_while_nobody_tells_of_adapters() -> None:

@@ -236,31 +236,20 @@ def test_usage_is_null_in_chunks_only_when_asked_for() -> None:
 @pytest.mark.parametrize(
     ("path", "name", "value"),
     [
-        (CHAT, "n", 2),
-        (CHAT, "presence_penalty", 0.5),
-        (CHAT, "frequency_penalty", 0.5),
-        (CHAT, "repetition_penalty", 1.1),
-        (CHAT, "logit_bias", {"5": 1}),
-        (CHAT, "top_logprobs", 2),
-        (CHAT, "response_format", {"type": "json_object"}),
-        (CHAT, "tools", [{"type": "function", "function": {"name": "f"}}]),
-        (CHAT, "tool_choice", "auto"),
-        (CHAT, "parallel_tool_calls", False),
-        (COMPLETIONS, "logprobs", 2),
-        (COMPLETIONS, "echo", True),
+        (CHAT, "store", True),
         (COMPLETIONS, "suffix", "end"),
-        (COMPLETIONS, "best_of", 2),
         (COMPLETIONS, "adapter_source", "ftp"),
     ],
 )
-def test_what_is_not_built_is_refused_by_name(path: str, name: str, value: Any) -> None:
+def test_what_would_be_ignored_is_refused_by_name(path: str, name: str, value: Any) -> None:
     error = refusal(path, **{name: value})
     assert (error["param"], "not supported" in error["message"]) == (name, True)
 
 
 def test_values_that_ask_for_nothing_are_accepted() -> None:
     both = {"n": 1, "presence_penalty": 0, "frequency_penalty": 0.0, "logit_bias": {}, "user": "u", "stop": None, "stream_options": None}
-    chat(saying("x"), **both, tools=[], tool_choice="none", response_format={"type": "text"}, top_logprobs=0)
+    hints = {"metadata": {"a": "b"}, "store": False, "service_tier": "auto", "prompt_cache_key": "k", "modalities": ["text"]}
+    chat(saying("x"), **both, **hints, tools=[], tool_choice="none", response_format={"type": "text"}, top_logprobs=0)
     complete(saying("x"), **both, echo=False, best_of=1, logprobs=None, suffix=None)
 
 
@@ -272,7 +261,30 @@ def test_values_that_ask_for_nothing_are_accepted() -> None:
         (CHAT, {"temperature": 2.5}, "temperature"),
         (CHAT, {"messages": []}, "messages"),
         (CHAT, {"messages": "hello"}, "messages"),
-        (CHAT, {"messages": [{"role": "tool", "content": "x"}]}, "messages.0.role"),
+        (CHAT, {"messages": [{"role": "function", "content": "x"}]}, "messages.0.role"),
+        (CHAT, {"messages": [{"role": "tool", "content": "x"}]}, "messages.0.tool_call_id"),
+        (CHAT, {"messages": [{"role": "user", "content": "x", "tool_call_id": "1"}]}, "messages.0.tool_call_id"),
+        (CHAT, {"messages": [{"role": "assistant", "content": None}]}, "messages.0.content"),
+        (CHAT, {"top_logprobs": 2}, "top_logprobs"),
+        (CHAT, {"logprobs": True, "top_logprobs": 21}, "top_logprobs"),
+        (CHAT, {"logit_bias": {"five": 1}}, "logit_bias"),
+        (CHAT, {"logit_bias": {"5": 101}}, "logit_bias"),
+        (CHAT, {"n": 17}, "n"),
+        (CHAT, {"min_tokens": 6, "max_tokens": 5}, "min_tokens"),
+        (CHAT, {"stop_token_ids": [-1]}, "stop_token_ids"),
+        (CHAT, {"service_tier": "priority"}, "service_tier"),
+        (CHAT, {"reasoning_effort": "high"}, "reasoning_effort"),
+        (CHAT, {"response_format": {"type": "xml"}}, "response_format.type"),
+        (CHAT, {"response_format": {"type": "json_schema"}}, "response_format.json_schema"),
+        (CHAT, {"response_format": {"type": "json_object", "regex": "a"}}, "response_format.regex"),
+        (CHAT, {"tools": [{"type": "custom", "custom": {"name": "f"}}]}, "tools.0"),
+        (CHAT, {"tools": [{"type": "function", "function": {"name": "no spaces"}}]}, "tools.0.function.name"),
+        (CHAT, {"tool_choice": "sometimes"}, "tool_choice"),
+        (COMPLETIONS, {"n": 3, "best_of": 2}, "best_of"),
+        (COMPLETIONS, {"best_of": 2, "stream": True}, "best_of"),
+        (COMPLETIONS, {"best_of": 17}, "best_of"),
+        (COMPLETIONS, {"logprobs": 6}, "logprobs"),
+        (COMPLETIONS, {"max_tokens": 0}, "max_tokens"),
         (CHAT, {"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "x"}}]}]}, "messages.0.content"),
         (CHAT, {"messages": [{"role": "user"}]}, "messages.0.content"),
         (CHAT, {"stop": ["a", "b", "c", "d", "e"]}, "stop"),

@@ -9,7 +9,7 @@ import pytest
 
 from loray.deployments.errors import AdapterNotFound, Incomplete, InvalidRequest, LorayError
 from loray.deployments.http_app import make_app
-from loray.deployments.openai import MAX_INPUTS_AT_ONCE
+from loray.deployments.openai import MAX_AT_ONCE
 from loray.deployments.request import GenerationRequest, TokenEvent
 from tests.deployments.live_server import live
 from tests.deployments.scripted_backend import BASE, HF, ScriptedBackend, post, send, service_of
@@ -141,10 +141,10 @@ def test_inputs_run_at_once_and_are_answered_in_their_order() -> None:
     assert [request.prompt_ids for request in backend.requests] == [HF.encode(text) for text in ("d e f", "b c", "a")]
 
 
-@pytest.mark.parametrize(("max_waiting", "expected"), [(1024, MAX_INPUTS_AT_ONCE), (3, 3)])
+@pytest.mark.parametrize(("max_waiting", "expected"), [(1024, MAX_AT_ONCE), (3, 3)])
 def test_one_call_does_not_fill_the_queue(max_waiting: int, expected: int) -> None:
     backend = Crowd(expected)
-    inputs = [[token_id] for token_id in range(3 * MAX_INPUTS_AT_ONCE)]
+    inputs = [[token_id] for token_id in range(3 * MAX_AT_ONCE)]
     service = service_of(backend, scheduler={"max_waiting": max_waiting})
     response = send(service, "POST", EMBEDDINGS, json={"model": BASE, "input": inputs})
     assert [item["embedding"] for item in response.json()["data"]] == [vector(token_ids) for token_ids in inputs]

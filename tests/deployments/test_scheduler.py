@@ -3,10 +3,11 @@ import random
 import msgspec
 import pytest
 
+from loray.deployments.request import GenerationRequest
 from loray.deployments.sequence import Sequence
-from loray.models.step import Pooling
+from loray.models.step import Pooling, Sampling
 from tests.deployments.simulated_rank import embedding, greedy
-from tests.deployments.stepped_scheduler import BLOCK, Server
+from tests.deployments.stepped_scheduler import BLOCK, NOBODY, Server
 
 
 def output(sequence: Sequence) -> list[int]:
@@ -77,6 +78,15 @@ def test_eos_ends_a_sequence_and_one_row_at_most_is_wasted() -> None:
     server.assert_empty()
 
 
+@pytest.mark.parametrize(("grammar", "finish_reason"), [(b"", ""), (b"any", "eos_token")])
+def test_a_text_that_its_grammar_has_ended_ends_even_where_eos_is_ignored(grammar: bytes, finish_reason: str) -> None:
+    sampling = Sampling(grammar=grammar)
+    request = GenerationRequest(request_id="r", prompt_ids=[1], max_new_tokens=9, ignore_eos=True, sampling=sampling)
+    sequence = Sequence(request, None, NOBODY, 0)
+    sequence.append(7, {7})
+    assert sequence.finish_reason == finish_reason
+
+
 def test_the_youngest_is_preempted_and_recomputed_when_blocks_run_out() -> None:
     server = Server(num_blocks=8)
     sequences = [server.add([i] * 6, 16) for i in range(4)]
@@ -84,6 +94,24 @@ def test_the_youngest_is_preempted_and_recomputed_when_blocks_run_out() -> None:
     assert server.scheduler.num_preemptions > 0
     for i, sequence in enumerate(sequences):
         assert output(sequence) == greedy("", [i] * 6, 16)
+    server.assert_empty()
+
+
+def test_a_preempted_sequence_comes_back_with_prompt_and_output_told_apart() -> None:
+    server = Server(num_blocks=6)
+    prompts = [[i] * 5 for i in range(3)]
+    requests = [
+        GenerationRequest(request_id=str(i), prompt_ids=prompt, max_new_tokens=12, sampling=Sampling(), wants_prompt_logprobs=True)
+        for i, prompt in enumerate(prompts)
+    ]
+    for request in requests:
+        server._add(request, None)
+    server.run()
+    admissions = [admission for step in server.rank.steps for admission in step.admissions]
+    assert server.scheduler.num_preemptions > 0 and any(admission.num_output for admission in admissions)
+    for admission in admissions:
+        assert admission.token_ids[: len(admission.token_ids) - admission.num_output] in prompts
+        assert admission.wants_prompt_logprobs == (admission.num_output == 0), "they came with the first token"
     server.assert_empty()
 
 

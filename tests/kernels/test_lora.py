@@ -24,8 +24,8 @@ MIXES: dict[str, Rows] = {
 }
 
 
-def groups_of(rows: Rows) -> list[LoraGroup]:
-    return list(lora_groups([runs for _, runs in rows], [count for count, _ in rows], torch.from_numpy))
+def groups_of(rows: Rows) -> tuple[LoraGroup, ...]:
+    return tuple(lora_groups([runs for _, runs in rows], [count for count, _ in rows], torch.from_numpy))
 
 
 @pytest.mark.parametrize("mix", MIXES)

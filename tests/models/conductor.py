@@ -7,7 +7,7 @@ import torch
 
 from loray.models.parallel import Parallel
 from loray.models.runner import Runner
-from loray.models.step import AdapterLoad, Admission, Row, Sampling, Step
+from loray.models.step import AdapterLoad, Admission, Alternatives, Row, Sampling, Step, StepResult
 
 BLOCK_SIZE = 16
 
@@ -18,12 +18,18 @@ class Request:
     page_ids: list[int] = field(default_factory=list)
     sampling: Sampling = field(default_factory=Sampling)
     num_new: int = 8
+    output: list[int] = field(default_factory=list)  # generated before
+    wants_prompt_logprobs: bool = False
 
 
 @dataclass
 class Output:
     token_ids: list[int] = field(default_factory=list)
     logprobs: list[float] = field(default_factory=list)
+    alternatives: list[Alternatives] = field(default_factory=list)
+    prompt_logprobs: list[float] = field(default_factory=list)
+    prompt_alternatives: list[Alternatives] = field(default_factory=list)
+    failures: set[str] = field(default_factory=set)
 
 
 class Conductor:
@@ -42,6 +48,7 @@ class Conductor:
         self.max_blocks = -(-(max_total_tokens + 1) // BLOCK_SIZE)
         self.runner.allocate(max_running * self.max_blocks, num_pages)
         self.step_id = 0
+        self.result: StepResult  # of the latest step
 
     def step(
         self, rows: list[Row] | None = None, admissions: list[Admission] | None = None, loads: list[AdapterLoad] | None = None
@@ -49,6 +56,7 @@ class Conductor:
         self.step_id += 1
         result = self.runner.execute(Step(self.step_id, loads or [], admissions or [], rows or []))
         assert result.step_id == self.step_id
+        self.result = result
         return result.token_ids, result.logprobs, result.failed_loads
 
     def load(self, folder: Path, page_ids: list[int]) -> None:
@@ -71,8 +79,9 @@ class Conductor:
                 if clock < slot * stagger or len(output.token_ids) == request.num_new:
                     continue
                 if computed[slot] == 0:
-                    admissions.append(Admission(slot, request.prompt, [], 0, request.page_ids, request.sampling))
-                left = len(request.prompt) + len(output.token_ids) - computed[slot]
+                    token_ids, wants = request.prompt + request.output, request.wants_prompt_logprobs
+                    admissions.append(Admission(slot, token_ids, [], 0, request.page_ids, request.sampling, "", len(request.output), wants))
+                left = len(request.prompt) + len(request.output) + len(output.token_ids) - computed[slot]
                 size = min(chunk, left)
                 rows.append(Row(slot, size, self.blocks(slot, computed[slot], computed[slot] + size), samples=size == left))
                 computed[slot] += size
@@ -81,8 +90,19 @@ class Conductor:
             for slot, token_id, logprob in zip(sampling, token_ids, logprobs, strict=True):
                 outputs[slot].token_ids.append(token_id)
                 outputs[slot].logprobs.append(logprob)
+            self._note(self.result, rows, sampling, outputs)
             clock += 1
         return outputs
+
+    def _note(self, result: StepResult, rows: list[Row], sampling: list[int], outputs: list[Output]) -> None:
+        """What a step brings beside tokens. sampling: the slots that got one."""
+        for place, alternatives in result.alternatives.items():
+            outputs[sampling[place]].alternatives.append(alternatives)
+        for place, logprobs in result.prompt_logprobs.items():
+            outputs[sampling[place]].prompt_logprobs += logprobs
+            outputs[sampling[place]].prompt_alternatives += result.prompt_alternatives.get(place, [])
+        for place, reason in result.failed_rows.items():
+            outputs[rows[place].slot].failures.add(reason)
 
     def generate(self, prompt: list[int], page_ids: list[int] | None = None, num_new: int = 8) -> Output:
         return self.play([Request(prompt, page_ids or [], num_new=num_new)])[0]

@@ -4,6 +4,8 @@ for them. Knows nothing of how they are served.
 Sizes are awkward on purpose: nothing divides evenly among ranks, some models have fewer key heads than ranks.
 """
 
+import copy
+import functools
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -257,6 +259,13 @@ def save_adapter(base: Path, folder: Path, adapter: Adapter) -> Path:
 
 
 def base_oracle(base: Path) -> PreTrainedModel:
+    """The caller's own, to put LoRA on."""
+    return copy.deepcopy(_loaded(base, max(file.stat().st_mtime_ns for file in base.iterdir())))
+
+
+@functools.lru_cache(maxsize=4)
+def _loaded(base: Path, changed_ns: int) -> PreTrainedModel:
+    """Loading takes longer than copying, and many adapters are made for one model."""
     return AutoModelForCausalLM.from_pretrained(base, dtype=torch.float32).eval()
 
 

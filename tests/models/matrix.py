@@ -21,6 +21,7 @@ from loray.models.registry import ARCHITECTURES
 from tests.models.families import FAMILIES, Oracle, Saved, config_of, save_family
 from tests.models.rank_jobs import CHUNK, FEW_NEW, MODES, NUM_NEW, Played, play_modes
 from tests.models.rank_processes import RankGroup
+from tests.models.rank_threads import ThreadGroup
 
 WORLD_SIZES = (1, 2, 3)
 TOLERANCE = 1e-4
@@ -40,11 +41,11 @@ class Cell:
 class Matrix:
     """Computes its cells when they are asked for; models, oracles and tensor-parallel groups are made once."""
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, group: type[RankGroup] | type[ThreadGroup]) -> None:
         self._folder = folder
         self._oracles: dict[str, Oracle] = {}
         self._cells: dict[tuple[str, int], dict[str, Cell]] = {}
-        self._groups = {world_size: RankGroup(world_size) for world_size in WORLD_SIZES if world_size > 1}
+        self._groups = {world_size: group(world_size) for world_size in WORLD_SIZES if world_size > 1}
 
     def cell(self, family: str, world_size: int, mode: str) -> Cell:
         if (family, world_size) not in self._cells:
@@ -139,7 +140,7 @@ def main() -> None:
     torch.set_num_threads(1)
     transformers.logging.disable_progress_bar()
     with tempfile.TemporaryDirectory() as folder:
-        matrix = Matrix(Path(folder))
+        matrix = Matrix(Path(folder), RankGroup)
         try:
             text = report(matrix)
         finally:

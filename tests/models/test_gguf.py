@@ -24,7 +24,7 @@ from tests.models.tiny_llama import oracle_generate
 Q4_1, Q8_0, BF16 = GGMLQuantizationType.Q4_1, GGMLQuantizationType.Q8_0, GGMLQuantizationType.BF16
 PROMPT = [7, 100, 33, 60, 9, 9, 250]
 
-pytestmark = pytest.mark.slow  # each conversion starts a process that imports transformers
+pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("quick_conversions")]  # one process imports transformers for all
 
 
 @pytest.fixture(autouse=True)

@@ -292,6 +292,6 @@ def test_an_input_of_another_dtype_than_the_pages_gets_its_lora() -> None:
     host_lora([linear], torch.bfloat16, rows)
     pages = torch.eye(8, 4, dtype=torch.bfloat16)
     linear.lora_part.lora = LoraPages(pages[None], 2 * pages, [4])
-    rows.num_tokens, rows.lora_groups = 3, tuple(lora_groups([page_runs([0])], [3], torch.from_numpy))
+    rows.num_tokens, rows.lora_work = 3, tuple(lora_groups([page_runs([0])], [3], torch.from_numpy))
     x = torch.arange(12.0).view(1, 3, 4)
     assert torch.equal(linear(x), 3 * x.bfloat16())

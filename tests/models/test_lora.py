@@ -58,16 +58,23 @@ def test_every_supported_setting_equals_peft(base: Path, tmp_path: Path, name: s
     assert expected[1] != pytest.approx(oracle_generate(oracle(base), prompt)[1], abs=1e-3), "the adapter changes nothing"
 
 
+@pytest.fixture(scope="module")
+def mixed(base: Path, adapters: dict[int, Path]) -> list[tuple[Request, tuple[list[int], list[float]]]]:
+    """Requests of many ranks and of the base model, and what PEFT gives each alone."""
+    ranks = [0, 64, 1, 0, 12, 4, 64, 8, 4, 0]
+    models = {rank: oracle(base, adapters.get(rank)) for rank in set(ranks)}
+    requests = [Request(prompt_of(3 + 4 * i, seed=i), PAGES.get(rank, [])) for i, rank in enumerate(ranks)]
+    return [(request, oracle_generate(models[rank], request.prompt)) for rank, request in zip(ranks, requests, strict=True)]
+
+
 @pytest.mark.parametrize("chunk", [10_000, 5])
 @pytest.mark.parametrize("stagger", [0, 2])
 def test_mixed_ranks_and_the_base_model_share_a_step(
-    base: Path, adapters: dict[int, Path], loaded: Conductor, chunk: int, stagger: int
+    loaded: Conductor, mixed: list[tuple[Request, tuple[list[int], list[float]]]], chunk: int, stagger: int
 ) -> None:
-    ranks = [0, 64, 1, 0, 12, 4, 64, 8, 4, 0]
-    requests = [Request(prompt_of(3 + 4 * i, seed=i), PAGES.get(rank, [])) for i, rank in enumerate(ranks)]
-    models = {rank: oracle(base, adapters.get(rank)) for rank in set(ranks)}
-    for rank, request, output in zip(ranks, requests, loaded.play(requests, chunk, stagger), strict=True):
-        assert_same(output, oracle_generate(models[rank], request.prompt))
+    outputs = loaded.play([request for request, _ in mixed], chunk, stagger)
+    for output, (_, expected) in zip(outputs, mixed, strict=True):
+        assert_same(output, expected)
 
 
 def test_a_page_forgets_its_former_adapter_wholly(base: Path, adapters: dict[int, Path]) -> None:

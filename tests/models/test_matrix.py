@@ -15,7 +15,9 @@ from loray.models.step import AdapterLoad, Admission, Row
 from tests.models.conductor import Conductor, Request, prompt_of
 from tests.models.families import ADAPTERS, FAMILIES, config_of, random_model, save_adapter
 from tests.models.matrix import BEGIN, DOCUMENT, END, WORLD_SIZES, Matrix, compare, is_vocabulary, lora_targets
-from tests.models.rank_jobs import MODES, Recorder
+from tests.models.rank_jobs import MODES, Recorder, play_modes
+from tests.models.rank_processes import run_ranks
+from tests.models.rank_threads import ThreadGroup
 
 RANKS = [pytest.param(size, id=f"tp{size}", marks=[pytest.mark.slow] if size > 1 else []) for size in WORLD_SIZES]
 ONE_OF_EACH_KIND = ["llama", "gpt_neox", "opt", "gpt2"]
@@ -23,7 +25,7 @@ ONE_OF_EACH_KIND = ["llama", "gpt_neox", "opt", "gpt2"]
 
 @pytest.fixture(scope="module")
 def matrix(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Matrix]:
-    made = Matrix(tmp_path_factory.mktemp("matrix"))
+    made = Matrix(tmp_path_factory.mktemp("matrix"), ThreadGroup)
     yield made
     made.close()
 
@@ -33,6 +35,13 @@ def matrix(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Matrix]:
 @pytest.mark.parametrize("world_size", RANKS)
 def test_logits_and_greedy_tokens_equal_transformers_and_peft(matrix: Matrix, world_size: int, family: str, mode: str) -> None:
     assert not matrix.cell(family, world_size, mode).problem
+
+
+@pytest.mark.slow
+def test_ranks_in_processes_of_their_own_compute_the_same_over_gloo(matrix: Matrix) -> None:
+    oracle = matrix.oracle("qwen2")  # fewer key heads than ranks, a window, a tied head
+    for rank in run_ranks(2, play_modes, oracle.saved.base, oracle.saved.adapters):
+        assert {mode: compare(played, oracle).problem for mode, played in rank.items()} == dict.fromkeys(MODES, "")
 
 
 @pytest.mark.parametrize("family", FAMILIES)

@@ -14,6 +14,7 @@ from tests.models.conductor import Conductor
 from tests.models.families import FAMILIES
 from tests.models.peft_items import ITEMS, NAMES, REFUSALS, items_of, save_refused
 from tests.models.peft_matrix import BEGIN, DOCUMENT, END, WORLD_SIZES, PeftMatrix, is_message
+from tests.models.rank_threads import ThreadGroup
 
 CELLS = [
     pytest.param(size, family, item, id=f"tp{size}-{family}-{item}", marks=[pytest.mark.slow] if size > 1 else [])
@@ -34,7 +35,7 @@ FIELDS_FOR_TRAINING = {
 
 @pytest.fixture(scope="module")
 def matrix(tmp_path_factory: pytest.TempPathFactory) -> Iterator[PeftMatrix]:
-    made = PeftMatrix(tmp_path_factory.mktemp("peft"))
+    made = PeftMatrix(tmp_path_factory.mktemp("peft"), ThreadGroup)
     yield made
     made.close()
 

@@ -1,5 +1,6 @@
 """Embeddings against the final hidden states of transformers and PEFT in float32."""
 
+import functools
 from pathlib import Path
 
 import pytest
@@ -53,8 +54,14 @@ def conductor(case: tuple[Path, Path]) -> Conductor:
     return conductor
 
 
+@functools.cache
+def oracles(base: Path, adapter: Path) -> dict[bool, torch.nn.Module]:
+    """By whether a text is the adapter's."""
+    return {False: oracle(base), True: oracle(base, adapter)}
+
+
 def assert_equals_transformers(texts: list[Text], base: Path, adapter: Path) -> None:
-    models = {False: oracle(base), True: oracle(base, adapter)}
+    models = oracles(base, adapter)
     for text in texts:
         model = models[bool(text.page_ids)]
         if text.pooling:
@@ -76,7 +83,7 @@ def test_an_embedding_alone_is_the_pooled_last_hidden_state(
 
 def test_the_adapter_and_the_kind_of_pooling_change_the_embedding(case: tuple[Path, Path]) -> None:
     """Else the tests above would show nothing."""
-    base, adapter = oracle(case[0]), oracle(*case)
+    base, adapter = oracles(*case).values()
     mean, last, adapted = (
         torch.tensor(oracle_embedding(model, prompt_of(37), pooling))
         for model, pooling in ((base, POOLINGS[0]), (base, POOLINGS[1]), (adapter, POOLINGS[0]))

@@ -5,23 +5,21 @@ import math
 import numpy as np
 import pytest
 import torch
-from transformers import TopKLogitsWarper, TopPLogitsWarper
+from transformers import LogitsProcessorList, TemperatureLogitsWarper, TopKLogitsWarper, TopPLogitsWarper, TypicalLogitsWarper
 
 from loray.kernels.noise import gumbel_noise
-from loray.models.sampler import SamplingRows, noise_keys, sample
+from loray.models.sampler import SAMPLING_ROW, SamplingRows, most_probable, noise_keys, sample
 
 KEYS = [[1949917470, 1581361928], [-2138990865, -1196529408]]
 NOISE = [[0.036407, -0.821784, -1.520399], [2.470142, 0.867853, -0.957936]]
 
 
 def rows_of(num_rows: int, temperature: float = 1.0, top_k: int = 0, top_p: float = 1.0, first_seed: int = 0) -> SamplingRows:
-    return SamplingRows(
-        np.full(num_rows, temperature, np.float32),
-        np.full(num_rows, top_k, np.int64),
-        np.full(num_rows, top_p, np.float32),
-        np.arange(first_seed, first_seed + num_rows, dtype=np.uint64),
-        np.arange(num_rows, dtype=np.int64) % 7 + 100,
-    )
+    rows = np.zeros(num_rows, SAMPLING_ROW)
+    rows["temperature"], rows["top_k"], rows["top_p"], rows["typical_p"] = temperature, top_k, top_p, 1
+    rows["seed"] = np.arange(first_seed, first_seed + num_rows)
+    rows["position"] = np.arange(num_rows) % 7 + 100
+    return rows
 
 
 def test_greedy_takes_the_largest_with_its_log_probability() -> None:
@@ -74,19 +72,45 @@ def test_filters_keep_exactly_what_transformers_keeps(top_k: int, top_p: float) 
     assert set(likely) <= set(token_ids.tolist())
 
 
+@pytest.mark.parametrize(
+    ("temperature", "top_k", "top_p", "typical_p"), [(1.0, 0, 1.0, 0.2), (1.0, 0, 1.0, 0.9), (0.7, 0, 0.9, 0.6), (1.5, 12, 0.95, 0.5)]
+)
+def test_typical_tokens_are_those_that_transformers_keeps(temperature: float, top_k: int, top_p: float, typical_p: float) -> None:
+    num_draws, vocab_size = 4000, 30
+    logits = torch.randn(vocab_size, generator=torch.Generator().manual_seed(1)) * 1.5
+    warpers = [TemperatureLogitsWarper(temperature), TopPLogitsWarper(top_p), TypicalLogitsWarper(typical_p)]
+    if top_k:
+        warpers.insert(1, TopKLogitsWarper(top_k))
+    expected = LogitsProcessorList(warpers)(None, logits[None])[0]
+    rows = rows_of(num_draws, temperature, top_k, top_p)
+    rows["typical_p"] = typical_p
+    token_ids, logprobs = sample(logits.expand(num_draws, -1), rows)
+    found = torch.bincount(token_ids, minlength=vocab_size) / num_draws
+    assert set(token_ids.tolist()) <= set(expected.isfinite().nonzero().flatten().tolist())
+    assert (found - expected.softmax(-1)).abs().max() < 4 * math.sqrt(0.25 / num_draws)
+    torch.testing.assert_close(logprobs, logits.log_softmax(-1)[token_ids])
+
+
+def test_the_most_probable_tokens_come_with_their_log_probabilities() -> None:
+    logits = torch.randn(3, 40, generator=torch.Generator().manual_seed(0)) * 3
+    token_ids, logprobs = most_probable(logits, 5)
+    expected = logits.log_softmax(-1).topk(5)
+    assert token_ids.tolist() == expected.indices.tolist()
+    torch.testing.assert_close(logprobs, expected.values)
+    assert most_probable(logits, 100)[0].shape == (3, 40), "there are no more than the vocabulary has"
+
+
 def test_a_row_draws_the_same_alone_and_among_other_kinds_of_rows() -> None:
     logits = torch.randn(6, 50, generator=torch.Generator().manual_seed(2))
-    rows = SamplingRows(
-        np.array([0, 1, 0.5, 1, 0, 2], np.float32),
-        np.array([0, 0, 5, 30, 3, 0]),
-        np.array([1, 1, 0.9, 0.5, 1, 0.8], np.float32),
-        np.array([3, 1, 4, 1, 5, 9], np.uint64),
-        np.array([10, 20, 30, 40, 50, 60]),
-    )
+    rows = rows_of(6)
+    rows["temperature"] = [0, 1, 0.5, 1, 0, 2]
+    rows["top_k"] = [0, 0, 5, 30, 3, 0]
+    rows["top_p"] = [1, 1, 0.9, 0.5, 1, 0.8]
+    rows["typical_p"] = [1, 0.4, 0.9, 1, 0.3, 0.2]
+    rows["seed"] = [3, 1, 4, 1, 5, 9]
     together = sample(logits.clone(), rows)
     for i in range(6):
-        fields = (rows.temperature, rows.top_k, rows.top_p, rows.seed, rows.position)
-        alone = sample(logits[i : i + 1].clone(), SamplingRows(*(values[i : i + 1] for values in fields)))
+        alone = sample(logits[i : i + 1].clone(), rows[i : i + 1])
         assert (alone[0][0], alone[1][0]) == (together[0][i], together[1][i])
 
 
@@ -94,7 +118,8 @@ def test_seed_and_position_both_matter() -> None:
     logits = torch.zeros(200, 1000)
     by_seed, _ = sample(logits.clone(), rows_of(200))
     rows = rows_of(200)
-    same_seed, _ = sample(logits.clone(), SamplingRows(rows.temperature, rows.top_k, rows.top_p, np.zeros(200, np.uint64), np.arange(200)))
+    rows["seed"], rows["position"] = 0, np.arange(200)
+    same_seed, _ = sample(logits.clone(), rows)
     assert len(set(by_seed.tolist())) > 150
     assert len(set(same_seed.tolist())) > 150
 

@@ -4,12 +4,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from loray.models.parallel import Parallel
 from loray.models.shards import cut, cut_heads
 from tests.models.conductor import Output
 from tests.models.rank_jobs import PAGES, Answers, Case, do_everything, play, sum_or_fail
 from tests.models.rank_processes import RankError, RankGroup, run_ranks
+from tests.models.rank_threads import ThreadGroup
 from tests.models.tiny_llama import save_adapter, save_llama
 
 MODELS: dict[str, dict[str, Any]] = {
@@ -53,8 +55,9 @@ def test_collectives_join_uneven_parts(answers: list[Answers]) -> None:
         assert answer.gathered == [list(range(7)), list(range(7, 14)), list(range(14, 21))]
 
 
-def test_a_group_takes_job_after_job_also_after_one_that_failed() -> None:
-    group = RankGroup(2)
+@pytest.mark.parametrize("kind", [RankGroup, ThreadGroup])
+def test_a_group_takes_job_after_job_also_after_one_that_failed(kind: type[RankGroup] | type[ThreadGroup]) -> None:
+    group = kind(2)
     try:
         assert group.run(sum_or_fail, 1.0) == [2.0, 2.0]
         assert group.run(sum_or_fail, 2.0) == [4.0, 4.0]
@@ -63,6 +66,14 @@ def test_a_group_takes_job_after_job_also_after_one_that_failed() -> None:
         assert group.run(sum_or_fail, 3.0) == [6.0, 6.0]
     finally:
         group.close()
+
+
+def test_ranks_in_threads_that_do_not_meet_are_told_apart() -> None:
+    group = ThreadGroup(3)
+    with pytest.raises(RankError, match="rank 0: (.|\n)*the others do not come to this collective"):
+        group.run(lambda parallel: parallel.rank == 1 or parallel.all_reduce(torch.ones(2)))
+    with pytest.raises(RankError, match="rank 2: (.|\n)*equal size"):
+        group.run(lambda parallel: parallel.all_reduce(torch.ones(2 + parallel.rank)))
 
 
 @pytest.mark.parametrize("total", [1, 7, 8, 49152, 101])

@@ -1,0 +1,43 @@
+"""The chat template that an adapter brings, read from its folder. Blocking. Renders nothing."""
+
+import json
+import os
+from pathlib import Path
+
+from loray.deployments.adapter_sources import TEMPLATE_FILE, TOKENIZER_FILE
+from loray.deployments.errors import AdapterFailed
+
+MAX_FILE_BYTES = 4 << 20
+
+
+def adapter_template(folder: Path, adapter_id: str) -> str:
+    """The template that an adapter's folder has, "" for none. Raises AdapterFailed."""
+    if (text := _read(folder, TEMPLATE_FILE, adapter_id)) is not None:
+        return text
+    text = _read(folder, TOKENIZER_FILE, adapter_id)
+    if text is None:
+        return ""
+    try:
+        template = json.loads(text).get("chat_template") or ""
+        if isinstance(template, list):  # several, by name
+            template = next((one["template"] for one in template if one["name"] == "default"), "")
+        if not isinstance(template, str):
+            raise TypeError
+    except (ValueError, RecursionError, AttributeError, LookupError, TypeError):
+        raise AdapterFailed(f"adapter {adapter_id!r}: {TOKENIZER_FILE} is not what it should be") from None
+    return template
+
+
+def _read(folder: Path, name: str, adapter_id: str) -> str | None:
+    """None: there is no such file."""
+    file = folder / name
+    try:
+        if Path(os.path.realpath(file)).parent != Path(os.path.realpath(folder)):  # a link may lead anywhere
+            raise AdapterFailed(f"adapter {adapter_id!r}: {name} does not lie in its folder")
+        if file.stat().st_size > MAX_FILE_BYTES:
+            raise AdapterFailed(f"adapter {adapter_id!r}: {name} has more than {MAX_FILE_BYTES} bytes")
+        return file.read_text()
+    except FileNotFoundError:
+        return None
+    except (OSError, UnicodeDecodeError) as error:
+        raise AdapterFailed(f"adapter {adapter_id!r}: {name} can't be read ({type(error).__name__})") from None

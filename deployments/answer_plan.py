@@ -1,0 +1,68 @@
+"""What a chat request lets the model write: any text, a format, calls of tools. Decides; compiles and runs nothing."""
+
+import json
+from dataclasses import dataclass
+from typing import Any
+
+from loray.deployments.errors import InvalidRequest, ToolError
+from loray.deployments.grammars import GrammarSpec
+from loray.deployments.openai_messages import NamedTool
+from loray.deployments.openai_request import ChatBody
+from loray.deployments.tool_format import MAX_SPACES, Tool, structural_tag
+
+
+@dataclass(frozen=True, slots=True)
+class AnswerPlan:
+    tools: list[Tool]  # that the model is told of
+    grammar: GrammarSpec | None = None
+    param: str = ""  # the field that asks for the grammar
+
+
+def answer_plan(body: ChatBody) -> AnswerPlan:
+    """Raises InvalidRequest."""
+    tools = _tools(body)
+    spec = body.response_format.spec if body.response_format else None
+    if not tools:
+        plan = AnswerPlan([], spec, "response_format")
+        _check_end(body, is_ended=spec is not None)
+        return plan
+    choice = body.tool_choice or "auto"
+    is_named = isinstance(choice, NamedTool)
+    is_single = is_named or body.parallel_tool_calls is False
+    is_forced = choice != "auto"
+    called = [tool for tool in tools if not is_named or tool["function"]["name"] == choice.function.name]  # type: ignore[union-attr]
+    tag = structural_tag(called, is_forced, is_single, _answer_format(spec) if spec else None)
+    _check_end(body, is_ended=is_forced or is_single or spec is not None)
+    return AnswerPlan(tools, GrammarSpec("structural_tag", tag), "tools")
+
+
+def _tools(body: ChatBody) -> list[Tool]:
+    """Those that may be called."""
+    names = [tool.function.name for tool in body.tools or []]
+    repeated = next((name for name in names if names.count(name) > 1), None)
+    if repeated is not None:
+        raise ToolError(f"tools: there are two with the name {repeated!r}", "tools")
+    choice = body.tool_choice
+    if isinstance(choice, NamedTool) and choice.function.name not in names:
+        raise ToolError(f"tool_choice: there is no tool {choice.function.name!r}", "tool_choice")
+    if choice == "required" and not names:
+        raise ToolError("tool_choice: required needs tools", "tool_choice")
+    if choice == "none":
+        return []
+    functions = [tool.function.for_template(f"tools.{index}.function") for index, tool in enumerate(body.tools or [])]
+    return [{"type": "function", "function": function} for function in functions]
+
+
+def _answer_format(spec: GrammarSpec) -> dict[str, Any]:
+    """The same for a place within a structural tag."""
+    if spec.kind not in ("json_schema", "json_object"):
+        raise InvalidRequest(f"response_format: {spec.kind} can't be together with tools", "response_format")
+    schema = json.loads(spec.text) if spec.kind == "json_schema" else {"type": "object"}
+    return {"type": "json_schema", "json_schema": schema, "max_whitespace_cnt": MAX_SPACES}
+
+
+def _check_end(body: ChatBody, is_ended: bool) -> None:
+    """`is_ended`: the grammar comes to an end, after which the model can write nothing more."""
+    for name, value in {"ignore_eos": body.ignore_eos, "min_tokens": body.min_tokens}.items():
+        if value and is_ended:
+            raise InvalidRequest(f"{name}: not with a response_format or a tool_choice that says when the answer ends", name)

@@ -1,0 +1,19 @@
+"""The token that a caller sends as `Authorization: Bearer`, for adapters that not everybody may read. Checks no keys."""
+
+from collections.abc import Callable
+
+from starlette.requests import Request
+
+from loray.deployments.config import ApiKeyArgs
+
+
+def caller_token(keys: ApiKeyArgs) -> Callable[[Request], str]:
+    """A dependency of routes. Where inference needs a key that header is the key, which no source of adapters may see."""
+
+    def token(request: Request) -> str:
+        if keys.inference is not None:
+            return ""
+        scheme, _, value = request.headers.get("authorization", "").partition(" ")
+        return value.strip() if scheme.lower() == "bearer" else ""
+
+    return token

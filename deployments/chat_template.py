@@ -1,0 +1,52 @@
+"""Which chat template writes a prompt: the adapter's own, else the configured one, else the model's. Knows neither HTTP nor Ray."""
+
+from pathlib import Path
+from typing import Any
+
+from loray.deployments import tool_format
+from loray.deployments.backend import Backend
+from loray.deployments.errors import TemplateError
+from loray.deployments.expiring import Expiring
+from loray.deployments.request import AdapterRef
+from loray.deployments.tokenizer import Tokenizer
+
+LIFETIME_S = 10.0  # after which a replaced adapter's template counts
+MAX_REMEMBERED = 1024
+
+
+class ChatTemplates:
+    def __init__(self, tokenizer: Tokenizer, backend: Backend, configured: str | None) -> None:
+        self._tokenizer = tokenizer
+        self._backend = backend
+        self._configured = configured_template(configured) if configured else ""
+        self._of_adapters: Expiring[AdapterRef, str] = Expiring(LIFETIME_S, MAX_REMEMBERED)
+
+    async def prompt_ids(self, messages: list[dict[str, Any]], tools: list[tool_format.Tool], adapter: AdapterRef | None) -> list[int]:
+        """The prompt that asks for the next assistant message. Raises TemplateError, and the adapter's errors."""
+        own = await self._of(adapter) if adapter else ""
+        template = own or self._configured or self._tokenizer.chat_template(bool(tools))
+        if not template:
+            raise TemplateError("the model has no chat template: use /v1/completions or /generate", param="messages")
+        if "developer" not in template:  # the newer name of the same role
+            messages = [message | {"role": "system"} if message["role"] == "developer" else message for message in messages]
+        if not tool_format.is_spoken_by(template):
+            messages, tools = tool_format.described(messages, tools), []
+        return await self._tokenizer.encode_chat(messages, tools, template)
+
+    async def _of(self, adapter: AdapterRef) -> str:
+        """ "" for none."""
+        template = self._of_adapters.get(adapter)
+        if template is None:
+            template = await self._backend.chat_template(adapter)
+            self._of_adapters.put(adapter, template)
+        return template
+
+
+def configured_template(value: str) -> str:
+    """The text itself, or of the file that it names."""
+    if "{" in value or "\n" in value:
+        return value
+    try:
+        return Path(value).read_text()
+    except (OSError, UnicodeDecodeError) as error:
+        raise ValueError(f"model.chat_template: neither a template nor a readable file: {error}") from None

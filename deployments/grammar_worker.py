@@ -1,0 +1,152 @@
+"""A process that compiles grammars, one at a time: what it reads may keep xgrammar busy for ever, fill the memory or crash it.
+
+Run as `python -m loray.deployments.grammar_worker FD`. Its parent kills it when it takes too long; without a parent it ends."""
+
+import json
+import math
+import os
+import resource
+import signal
+import sys
+from collections.abc import Iterator
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from loray.deployments.json_schema import enforceable
+from loray.deployments.json_schema_values import PLAIN_CHARACTER, Unenforceable, ascii_pattern
+from loray.models.grammar_vocabulary import grammar_vocabulary
+
+ANY_OBJECT = '{"type": "object"}'
+
+
+class Start(msgspec.Struct, frozen=True):
+    model_folder: str
+    trust_remote_code: bool
+    max_memory_bytes: int  # beside what the process takes when it is ready
+    timeout_s: float
+
+
+class Job(msgspec.Struct, frozen=True):
+    kind: str  # as in grammars.GrammarSpec
+    text: str
+
+
+class Outcome(msgspec.Struct, frozen=True):
+    compiled: str = ""  # xgrammar's serialised form
+    refusal: str = ""
+
+
+def main() -> None:
+    connection = Connection(int(sys.argv[1]))
+    start = msgspec.msgpack.decode(connection.recv_bytes(), type=Start)
+    compiler = _compiler(start)
+    warnings = os.memfd_create("warnings")
+    os.dup2(warnings, 2)  # xgrammar says on stderr what it is going to ignore
+    _limit_memory(start.max_memory_bytes)
+    connection.send_bytes(b"")  # ready
+    while True:
+        try:
+            job = msgspec.msgpack.decode(connection.recv_bytes(), type=Job)
+        except EOFError:
+            return
+        signal.alarm(math.ceil(start.timeout_s) + 1)  # ends this process if nobody is left to do it
+        os.ftruncate(warnings, 0)
+        outcome = _outcome(compiler, job)
+        said = os.pread(warnings, 500, 0).decode(errors="replace")
+        if outcome.compiled and "Warning" in said:
+            outcome = Outcome(refusal=_without_place(said))
+        connection.send_bytes(msgspec.msgpack.encode(outcome))
+        signal.alarm(0)
+
+
+def _compiler(start: Start) -> Any:
+    import xgrammar
+
+    vocabulary = grammar_vocabulary(Path(start.model_folder), start.trust_remote_code)
+    return xgrammar.GrammarCompiler(vocabulary, max_threads=1, cache_enabled=False)
+
+
+def _limit_memory(max_bytes: int) -> None:
+    pages = int(Path("/proc/self/statm").read_text().split()[0])
+    limit = pages * resource.getpagesize() + max_bytes
+    resource.setrlimit(resource.RLIMIT_AS, (limit, limit))
+
+
+def _outcome(compiler: Any, job: Job) -> Outcome:
+    try:
+        return Outcome(compiled=_compile(compiler, job).serialize_json())
+    except Unenforceable as error:
+        return Outcome(refusal=str(error))
+    except json.JSONDecodeError as error:
+        return Outcome(refusal=f"is not valid JSON: {error}")
+    except RecursionError:
+        return Outcome(refusal="is nested too deep")
+    except MemoryError:
+        return Outcome(refusal="takes too much memory to compile")
+    except Exception as error:  # xgrammar raises RuntimeError for most that it does not like, and more kinds
+        return Outcome(refusal=_without_place(str(error)))
+
+
+def _compile(compiler: Any, job: Job) -> Any:
+    if job.kind == "json_object":
+        return compiler.compile_json_schema(ANY_OBJECT, any_whitespace=False)
+    if job.kind == "json_schema":
+        return compiler.compile_json_schema(json.dumps(_checked(json.loads(job.text))), any_whitespace=False)
+    if job.kind == "regex":
+        return compiler.compile_regex(ascii_pattern(job.text, ""))
+    if job.kind == "ebnf":
+        return compiler.compile_grammar(job.text)
+    assert job.kind == "structural_tag", job.kind
+    return compiler.compile_structural_tag(json.dumps(_checked_tags(json.loads(job.text))))
+
+
+def _checked(schema: Any) -> dict[str, Any]:
+    import xgrammar
+
+    result = enforceable(schema)
+    for pattern in _patterns(result):
+        grammar = xgrammar.Grammar.from_json_schema(json.dumps({"type": "string", "pattern": pattern}))
+        if PLAIN_CHARACTER not in pattern and "Regex(" not in str(grammar):  # then nothing keeps quotes out of the string
+            raise Unenforceable("", f"pattern {pattern!r} can't be enforced: it wants characters that JSON escapes, or is too large")
+    return result
+
+
+def _patterns(value: Any) -> Iterator[str]:
+    """Of a rewritten schema."""
+    if isinstance(value, list):
+        for item in value:
+            yield from _patterns(item)
+    elif isinstance(value, dict):
+        if value.get("type") == "string" and isinstance(value.get("pattern"), str):
+            yield value["pattern"]
+        if isinstance(value.get("patternProperties"), dict):
+            yield from value["patternProperties"]
+        for name, item in value.items():
+            if name != "enum":
+                yield from _patterns(item)
+
+
+def _checked_tags(value: Any) -> Any:
+    """Of a structural tag: with every JSON schema in it checked, and spaces that come to an end."""
+    if isinstance(value, list):
+        return [_checked_tags(item) for item in value]
+    if not isinstance(value, dict):
+        return value
+    if value.get("type") == "json_schema" and "json_schema" in value:
+        return {"max_whitespace_cnt": 1, **value, "json_schema": _checked(value["json_schema"])}
+    return {name: _checked_tags(item) for name, item in value.items()}
+
+
+def _without_place(message: str) -> str:
+    """xgrammar's messages begin with a time and a line of its source."""
+    line = message.strip().splitlines()[0] if message.strip() else "xgrammar refuses it without a word"
+    for mark in ("Warning: ", "is false: ", ".cc:"):
+        line = line.rpartition(mark)[2]
+    return line.lstrip("0123456789: ")[:500]
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,88 @@
+"""Strings and numbers of a JSON schema as xgrammar enforces them. Raises Unenforceable; knows no other keywords."""
+
+import math
+import re
+from decimal import Decimal
+from typing import Any
+
+Schema = dict[str, Any]
+
+MAX_MULTIPLE = 1024  # of an integer; xgrammar ignores larger ones
+MAX_MULTIPLE_RANGE = 10_000  # integers between two bounds, where there is a multipleOf too
+GRID = Decimal(1_000_000)  # a number between bounds has at most six decimals
+# What a JSON string may hold without an escape. Being no ASCII makes xgrammar count repetitions, where an automaton would grow with them.
+PLAIN_CHARACTER = "[ !#-\\[\\]-\ud7ff\ue000-\U0010ffff]"  # without surrogates, which are no text in UTF-8
+FORMATS = {"email", "date", "time", "date-time", "duration", "ipv4", "ipv6", "hostname", "uuid", "uri", "uri-reference", "uri-template"}
+
+
+class Unenforceable(ValueError):
+    def __init__(self, path: str, reason: str) -> None:
+        place = path.strip("/")
+        super().__init__(f"{place}: {reason}" if place else reason)
+
+
+def string(schema: Schema, path: str) -> Schema:
+    least, most = int(schema.get("minLength", 0)), schema.get("maxLength")
+    if most is not None and least > most:
+        raise Unenforceable(path, "minLength is more than maxLength")
+    if "pattern" in schema:
+        if least or most is not None:
+            raise Unenforceable(path, "pattern can't be enforced together with minLength or maxLength")
+        return {"type": "string", "pattern": ascii_pattern(schema["pattern"], path)}
+    if least or most is not None:  # these are rules, a format is a remark
+        return {"type": "string", "pattern": f"^{PLAIN_CHARACTER}{{{least},{'' if most is None else int(most)}}}$"}
+    return {"type": "string", "format": schema["format"]} if schema.get("format") in FORMATS else {"type": "string"}
+
+
+def ascii_pattern(pattern: str, path: str) -> str:
+    """The same regular expression, checked, with characters beyond ASCII as escapes: else xgrammar forgets to keep quotes out."""
+    try:
+        re.compile(pattern)
+    except re.error as error:
+        raise Unenforceable(path, f"pattern {pattern!r} is no regular expression: {error}") from error
+    bare = re.sub(r"\\.|\[\^?\]?(?:\\.|[^\]\\])*\]", "x", pattern, flags=re.DOTALL)  # without escapes and character classes
+    if re.search(r"\(\?(?!:)", bare):
+        raise Unenforceable(path, f"pattern {pattern!r}: only plain and (?:…) groups can be enforced")
+    if "^" in bare[1:] or "$" in bare[:-1]:
+        raise Unenforceable(path, f"pattern {pattern!r}: ^ and $ can be enforced at its two ends only")
+    return "".join(char if char.isascii() else _escape(char) for char in pattern)
+
+
+def _escape(char: str) -> str:
+    return f"\\u{ord(char):04x}" if ord(char) < 0x10000 else f"\\u{{{ord(char):x}}}"
+
+
+def integer(schema: Schema, path: str) -> Schema:
+    lows = [math.ceil(schema["minimum"])] if "minimum" in schema else []
+    lows += [math.floor(schema["exclusiveMinimum"]) + 1] if "exclusiveMinimum" in schema else []
+    highs = [math.floor(schema["maximum"])] if "maximum" in schema else []
+    highs += [math.ceil(schema["exclusiveMaximum"]) - 1] if "exclusiveMaximum" in schema else []
+    if lows and highs and max(lows) > min(highs):
+        raise Unenforceable(path, "no integer is within its bounds")
+    result: Schema = {"type": "integer"}
+    if lows:
+        result["minimum"] = max(lows)
+    if highs:
+        result["maximum"] = min(highs)
+    if "multipleOf" in schema:
+        multiple = schema["multipleOf"]
+        is_narrow = bool(lows and highs) and min(highs) - max(lows) < MAX_MULTIPLE_RANGE
+        if multiple != int(multiple) or multiple > MAX_MULTIPLE or not (is_narrow or not lows and not highs):
+            limits = f"whole, at most {MAX_MULTIPLE}, and with two near bounds or none"
+            raise Unenforceable(path, f"multipleOf can be enforced if it is {limits}")
+        result["multipleOf"] = int(multiple)
+    return result
+
+
+def number(schema: Schema, path: str) -> Schema:
+    if "multipleOf" in schema:
+        raise Unenforceable(path, "multipleOf can be enforced of integers only")
+    bounds: Schema = {name: schema[name] for name in ("minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum") if name in schema}
+    grid = {name: Decimal(str(value)) * GRID for name, value in bounds.items()}
+    lows = [math.ceil(grid["minimum"])] if "minimum" in grid else []
+    lows += [math.floor(grid["exclusiveMinimum"]) + 1] if "exclusiveMinimum" in grid else []
+    highs = [math.floor(grid["maximum"])] if "maximum" in grid else []
+    highs += [math.ceil(grid["exclusiveMaximum"]) - 1] if "exclusiveMaximum" in grid else []
+    if lows and highs and max(lows) > min(highs):
+        raise Unenforceable(path, "no number of six decimals is within its bounds")
+    return {"type": "number", **bounds}

@@ -1,0 +1,147 @@
+"""What OpenAPI shows of the OpenAI API's answers. Documentation: the answers themselves are made in openai_choices and openai_shapes."""
+
+from typing import Any, Literal
+
+from pydantic import BaseModel
+
+from loray.deployments.native_shapes import event_stream_docs
+
+
+class TokenLogprob(BaseModel):
+    token: str
+    logprob: float
+    bytes: list[int]
+
+
+class ContentLogprob(TokenLogprob):
+    top_logprobs: list[TokenLogprob]
+
+
+class ChatLogprobs(BaseModel):
+    content: list[ContentLogprob]
+    refusal: None
+
+
+class FunctionCallShape(BaseModel):
+    name: str
+    arguments: str  # JSON
+
+
+class ToolCallShape(BaseModel):
+    id: str
+    type: Literal["function"]
+    function: FunctionCallShape
+
+
+class ChatMessageShape(BaseModel):
+    role: Literal["assistant"]
+    content: str | None
+    refusal: None
+    tool_calls: list[ToolCallShape] = []
+
+
+class ChatChoiceShape(BaseModel):
+    index: int
+    message: ChatMessageShape
+    logprobs: ChatLogprobs | None
+    finish_reason: Literal["stop", "length", "tool_calls"]
+
+
+class UsageShape(BaseModel):
+    prompt_tokens: int
+    completion_tokens: int
+    total_tokens: int
+
+
+class ChatCompletion(BaseModel):
+    id: str
+    object: Literal["chat.completion"]
+    created: int
+    model: str
+    system_fingerprint: str
+    choices: list[ChatChoiceShape]
+    usage: UsageShape
+
+
+class CompletionLogprobs(BaseModel):
+    tokens: list[str]
+    token_logprobs: list[float | None]  # None: of a prompt's first
+    top_logprobs: list[dict[str, float] | None]
+    text_offset: list[int]
+
+
+class CompletionChoiceShape(BaseModel):
+    index: int
+    text: str
+    logprobs: CompletionLogprobs | None
+    finish_reason: Literal["stop", "length"]
+
+
+class Completion(BaseModel):
+    id: str
+    object: Literal["text_completion"]
+    created: int
+    model: str
+    system_fingerprint: str
+    choices: list[CompletionChoiceShape]
+    usage: UsageShape
+
+
+class EmbeddingShape(BaseModel):
+    object: Literal["embedding"]
+    index: int
+    embedding: list[float] | str
+
+
+class EmbeddingUsage(BaseModel):
+    prompt_tokens: int
+    total_tokens: int
+
+
+class EmbeddingList(BaseModel):
+    object: Literal["list"]
+    data: list[EmbeddingShape]
+    model: str
+    usage: EmbeddingUsage
+
+
+class Model(BaseModel):
+    id: str
+    object: Literal["model"]
+    created: int
+    owned_by: str
+    root: str
+    parent: str | None
+
+
+class ModelList(BaseModel):
+    object: Literal["list"]
+    data: list[Model]
+
+
+Docs = dict[int | str, dict[str, Any]]
+
+_ERRORS = {
+    400: "a bad parameter; says which and why",
+    401: "the API key is missing or wrong",
+    404: "no such model",
+    405: "no such method",
+    413: "the body is too large",
+    422: "never: a bad parameter is 400 here",
+    424: "the adapter can't be used; says which and why",
+    429: "too many requests; `Retry-After` says when to try again",
+    500: "accepted, but could not be finished",
+    503: "no tokens can be made now",
+}
+_TEXT_OR_NONE = {"anyOf": [{"type": "string"}, {"type": "null"}]}
+_ERROR = {"message": {"type": "string"}, "type": {"type": "string"}, "param": _TEXT_OR_NONE, "code": _TEXT_OR_NONE}
+_ERROR_BODY = {
+    "type": "object",
+    "properties": {"error": {"type": "object", "properties": _ERROR, "required": list(_ERROR)}},
+    "required": ["error"],
+}
+_ERROR_CONTENT = {"application/json": {"schema": _ERROR_BODY}}  # no pydantic model: FastAPI would build one for each route and status
+ERROR_DOCS: Docs = {status: {"content": _ERROR_CONTENT, "description": text} for status, text in _ERRORS.items()}
+_STREAM = event_stream_docs("With stream: true: chunks, then [DONE].")
+CHAT_DOCS: Docs = {200: {"model": ChatCompletion, "content": _STREAM}}
+COMPLETION_DOCS: Docs = {200: {"model": Completion, "content": _STREAM}}

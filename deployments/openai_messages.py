@@ -1,0 +1,123 @@
+"""The parts of a chat request that say what was said: messages, tools, and the choice among them. Runs nothing."""
+
+from typing import Annotated, Any, Literal
+
+from pydantic import AfterValidator, Field, ValidationInfo, field_validator
+
+from loray.deployments.errors import ToolError
+from loray.deployments.native_request import Body, Text, json_text
+from loray.deployments.tool_format import parsed_arguments
+
+MAX_TOOLS = 128  # OpenAI's
+NO_ARGUMENTS = {"type": "object", "properties": {}, "additionalProperties": False}
+
+
+def checked_json(value: dict[str, Any]) -> dict[str, Any]:
+    json_text(value)
+    return value
+
+
+JsonObject = Annotated[dict[str, Any], AfterValidator(checked_json)]
+Name = Annotated[str, Field(pattern="^[a-zA-Z0-9_-]{1,64}$")]
+
+
+class TextPart(Body):
+    type: Literal["text"]
+    text: Text
+
+
+class CalledFunction(Body):
+    name: Name
+    arguments: Text
+    """A JSON object, written as text."""
+
+
+class ToolCall(Body):
+    """One that the assistant made earlier."""
+
+    id: Text
+    type: Literal["function"] = "function"
+    function: CalledFunction
+
+    def for_template(self, name: str) -> dict[str, Any]:
+        """Templates want the arguments as an object; `name` is the field's."""
+        arguments = parsed_arguments(self.function.arguments, f"{name}.function.arguments")
+        return {"id": self.id, "type": "function", "function": {"name": self.function.name, "arguments": arguments}}
+
+
+class Message(Body):
+    """Assistant messages may be sent back as they came, with their empty fields."""
+
+    role: Literal["system", "developer", "user", "assistant", "tool"]
+    tool_calls: list[ToolCall] | None = Field(default=None, max_length=MAX_TOOLS)
+    content: Text | list[TextPart] | None = Field(default=None, validate_default=True)
+    name: Text | None = None
+    tool_call_id: Text | None = Field(default=None, validate_default=True)
+    refusal: None = None
+    annotations: list[Any] | None = Field(default=None, max_length=0)
+    audio: None = None
+    function_call: None = None
+
+    @field_validator("tool_calls")
+    @classmethod
+    def _only_the_assistant_calls(cls, calls: list[ToolCall] | None, info: ValidationInfo) -> list[ToolCall] | None:
+        if calls and info.data.get("role", "assistant") != "assistant":
+            raise ValueError("only the assistant's messages have them")
+        return calls
+
+    @field_validator("content")
+    @classmethod
+    def _nothing_is_said_only_with_calls(cls, content: Any, info: ValidationInfo) -> Any:
+        if content is None and not info.data.get("tool_calls"):
+            raise ValueError("must be a text or a list of text parts")
+        return content
+
+    @field_validator("tool_call_id")
+    @classmethod
+    def _a_result_says_of_what(cls, call_id: str | None, info: ValidationInfo) -> str | None:
+        if (info.data.get("role") == "tool") != (call_id is not None):
+            raise ValueError("messages of the role tool have one, and no others")
+        return call_id
+
+    def for_template(self, position: int) -> dict[str, Any]:
+        content = "".join(part.text for part in self.content) if isinstance(self.content, list) else self.content or ""
+        message: dict[str, Any] = {"role": self.role, "content": content}
+        if self.name:
+            message["name"] = self.name
+        if self.tool_call_id is not None:
+            message["tool_call_id"] = self.tool_call_id
+        if self.tool_calls:
+            field = f"messages.{position}.tool_calls"
+            message["tool_calls"] = [call.for_template(f"{field}.{index}") for index, call in enumerate(self.tool_calls)]
+        return message
+
+
+class Function(Body):
+    name: Name
+    description: Text | None = None
+    parameters: JsonObject | None = None
+    """A JSON schema of an object; none when not given."""
+    strict: bool | None = None
+    """Calls are valid against the schema in any case."""
+
+    def for_template(self, name: str) -> dict[str, Any]:
+        """`name` is the field's."""
+        parameters = {"type": "object", **(NO_ARGUMENTS if self.parameters is None else self.parameters)}
+        if parameters["type"] != "object":
+            raise ToolError(f"{name}.parameters: the schema must be of an object", f"{name}.parameters")
+        description = {} if self.description is None else {"description": self.description}
+        return {"name": self.name, **description, "parameters": parameters}
+
+
+class Tool(Body):
+    type: Literal["function"]
+    function: Function
+
+
+class NamedFunction(Body):
+    name: Text
+
+
+class NamedTool(Body):
+    type: Literal["function"]
+    function: NamedFunction

@@ -1,0 +1,109 @@
+"""Which tokens the grammar of each slot allows next. Knows neither logits' meaning nor the steps; a slot's failure is its own."""
+
+import hashlib
+import zlib
+from collections import OrderedDict
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from loray.models.grammar_vocabulary import grammar_vocabulary
+from loray.models.sampler import NEVER
+
+if TYPE_CHECKING:  # imported when the first grammar comes: few servers see one
+    from xgrammar import CompiledGrammar, GrammarMatcher, TokenizerInfo
+
+MAX_COMPILED = 64  # grammars that are kept, whether or not anybody uses them
+
+
+class GrammarMasks:
+    def __init__(self, model_path: Path, trust_remote_code: bool = False) -> None:
+        self._model_path = model_path
+        self._trust_remote_code = trust_remote_code
+        self._vocabulary: TokenizerInfo | None = None
+        self._compiled: OrderedDict[bytes, CompiledGrammar] = OrderedDict()  # by hash, least recently used first
+        self._matchers: dict[int, GrammarMatcher] = {}  # by slot
+        self.failures: dict[int, str] = {}  # slot -> why its sequence cannot go on
+
+    def admit(self, slot: int, grammar: bytes, output_ids: Sequence[int]) -> None:
+        """grammar: zlib of a compiled grammar's JSON, empty = none; output_ids: what was generated under it so far."""
+        self._matchers.pop(slot, None)
+        self.failures.pop(slot, None)
+        if not grammar:
+            return
+        try:
+            self._matchers[slot] = self._matcher(grammar)
+        except (RuntimeError, ValueError, OSError, zlib.error) as error:  # xgrammar's own errors are RuntimeErrors
+            self.failures[slot] = f"the grammar can't be read: {error}"
+        for token_id in output_ids:
+            self._accept(slot, token_id)
+
+    def __contains__(self, slot: int) -> bool:
+        return slot in self._matchers
+
+    def accept_all(self, slots: Sequence[int], token_ids: Sequence[int]) -> None:
+        """The sequences have one token more each."""
+        if self._matchers:
+            for slot, token_id in zip(slots, token_ids, strict=True):
+                self._accept(slot, token_id)
+
+    def _accept(self, slot: int, token_id: int) -> None:
+        matcher = self._matchers.get(slot)
+        if matcher is None or slot in self.failures or matcher.is_terminated():
+            return
+        if not matcher.accept_token(token_id):
+            self.failures[slot] = f"the grammar does not allow token {token_id} where it was generated"
+
+    def mask(self, scores: Tensor, slots: Sequence[int], unwanted: Sequence[Sequence[int]]) -> None:
+        """In place, [num_rows, vocab_size]: what the grammar of a row's slot does not allow becomes impossible. So does what is unwanted,
+        unless the grammar allows nothing else."""
+        rows = [i for i, slot in enumerate(slots) if slot in self and slot not in self.failures]
+        rows = [i for i in rows if not self._matchers[slots[i]].is_terminated()]  # such a row's token nobody reads
+        if not rows:
+            return
+        import xgrammar
+
+        assert self._vocabulary is not None, "matchers come from the vocabulary"
+        vocab_size = min(self._vocabulary.vocab_size, scores.shape[1])
+        bits = xgrammar.allocate_token_bitmask(len(rows), self._vocabulary.vocab_size)  # [num_rows, words] int32
+        for line, row in zip(bits, rows, strict=True):
+            self._fill(line, slots[row], unwanted[row])
+        places = torch.tensor(rows).to(scores.device)
+        masked = scores[places]
+        xgrammar.apply_token_bitmask_inplace(masked, bits.to(scores.device), vocab_size=vocab_size)
+        masked[:, vocab_size:] = NEVER
+        scores[places] = masked
+
+    def _fill(self, line: Tensor, slot: int, unwanted: Sequence[int]) -> None:
+        """line: [words] of the bitmask."""
+        try:
+            self._matchers[slot].fill_next_token_bitmask(line[None])
+        except RuntimeError as error:
+            self.failures[slot] = f"the grammar failed: {error}"
+            line.fill_(-1)
+            return
+        wanted = line.clone().numpy()
+        for token_id in unwanted:
+            if 0 <= token_id // 32 < len(wanted):
+                wanted.view("uint32")[token_id // 32] &= ~(1 << token_id % 32) & 0xFFFFFFFF
+        if wanted.any():
+            line.copy_(torch.from_numpy(wanted))
+        elif not line.any():
+            self.failures[slot] = "the grammar allows none of the model's tokens here"
+            line.fill_(-1)
+
+    def _matcher(self, grammar: bytes) -> "GrammarMatcher":
+        import xgrammar
+
+        if self._vocabulary is None:
+            self._vocabulary = grammar_vocabulary(self._model_path, self._trust_remote_code)
+        key = hashlib.sha256(grammar).digest()
+        if key not in self._compiled:
+            self._compiled[key] = xgrammar.CompiledGrammar.deserialize_json(zlib.decompress(grammar).decode(), self._vocabulary)
+        self._compiled.move_to_end(key)
+        if len(self._compiled) > MAX_COMPILED:
+            self._compiled.popitem(last=False)
+        return xgrammar.GrammarMatcher(self._compiled[key])

@@ -1,0 +1,26 @@
+"""Lowers the scores of tokens that a row already has. Counts them anew each time from the row's own tokens, so it keeps no state."""
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from loray.models.sampler import SamplingRows, column
+
+
+def penalise(scores: Tensor, tokens: Tensor, rows: SamplingRows) -> Tensor:
+    """Repetition as transformers defines it, over prompt and output; frequency and presence as OpenAI does, over the output.
+
+    scores: [num_rows, vocab_size]; tokens: [num_rows, columns], of which each row has the first `position`.
+    """
+    vocab_size = scores.shape[1]
+    scores = F.pad(scores, (0, 1))  # one column for what is not to be counted, and for tokens without a score
+    places = torch.arange(tokens.shape[1], device=scores.device)
+    seen_ids = tokens.long().clamp(max=vocab_size).masked_fill_(places >= column(rows["position"], scores), vocab_size)
+    seen = scores.gather(1, seen_ids)
+    penalty = column(rows["repetition_penalty"], scores)
+    scores.scatter_(1, seen_ids, torch.where(seen < 0, seen * penalty, seen / penalty))
+    output_ids = seen_ids.masked_fill_(places < column(rows["num_prompt"], scores), vocab_size)
+    counts = torch.zeros_like(scores).scatter_add_(1, output_ids, scores.new_ones(output_ids.shape)).gather(1, output_ids)
+    output = scores.gather(1, output_ids)
+    output -= column(rows["frequency_penalty"], scores) * counts + column(rows["presence_penalty"], scores)
+    return scores.scatter_(1, output_ids, output)[:, :vocab_size]

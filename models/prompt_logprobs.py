@@ -1,0 +1,61 @@
+"""Gathers the log-probabilities of prompts, chunk by chunk, until a prompt is whole. Computes no logits."""
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+from loray.models.sampler import finite, most_probable
+from loray.models.step import Admission, Alternatives
+
+MAX_PIECE = 256  # tokens whose logits are in memory at once
+
+
+@dataclass(slots=True)
+class PromptScores:
+    """One sequence's so far."""
+
+    prompt_ids: list[int]
+    num_alternatives: int
+    logprobs: list[float] = field(default_factory=list)  # of each prompt token but the first
+    alternatives: list[Alternatives] = field(default_factory=list)  # likewise, where they are wanted
+
+
+class PromptLogprobs:
+    def __init__(self) -> None:
+        self._scores: dict[int, PromptScores] = {}  # by slot
+
+    def __contains__(self, slot: int) -> bool:
+        """Whether the slot's sequence wants them, and has not got them all."""
+        return slot in self._scores
+
+    def admit(self, admission: Admission) -> None:
+        self._scores.pop(admission.slot, None)
+        if admission.wants_prompt_logprobs:
+            assert admission.num_computed == admission.num_output == 0, "they come of the whole prompt, with the first token"
+            self._scores[admission.slot] = PromptScores(admission.token_ids, admission.sampling.num_alternatives)
+
+    def add(self, slot: int, logits: Tensor) -> None:
+        """logits: [num_tokens, vocab_size], of the slot's next tokens; those of the prompt's last one are not needed, and may be there."""
+        scores = self._scores[slot]
+        start = len(scores.logprobs) + 1
+        targets = torch.tensor(scores.prompt_ids[start : start + len(logits)], dtype=torch.int64).to(logits.device)
+        logits = logits[: len(targets)].float()
+        if not len(targets):
+            return
+        is_known = targets < logits.shape[1]  # a model may embed more tokens than its head can give
+        chosen = logits.gather(1, targets.clamp(max=logits.shape[1] - 1)[:, None]).squeeze(1) - logits.logsumexp(-1)
+        scores.logprobs += finite(chosen.masked_fill(~is_known, float("-inf"))).tolist()
+        if scores.num_alternatives:
+            token_ids, logprobs = most_probable(logits, scores.num_alternatives)
+            pairs = zip(token_ids.tolist(), logprobs.tolist(), strict=True)
+            scores.alternatives += [list(zip(ids, values, strict=True)) for ids, values in pairs]
+
+    def take(self, slots: list[int]) -> Iterator[tuple[int, PromptScores]]:
+        """Of these slots, which get their first token now: place among them and scores, of those that want any."""
+        for place, slot in enumerate(slots):
+            if slot in self._scores:
+                scores = self._scores.pop(slot)
+                assert len(scores.logprobs) == len(scores.prompt_ids) - 1, "the first token comes after the whole prompt"
+                yield place, scores

@@ -1,0 +1,155 @@
+"""What each slot's sequence asks of its sampling, and the tokens that come of it. Computes no logits and knows no steps.
+
+The order is transformers': penalties, biases, tokens that must not come yet, grammar, then temperature and filters (sampler.py).
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from loray.models.grammar_masks import GrammarMasks
+from loray.models.parallel import Parallel
+from loray.models.penalties import penalise
+from loray.models.sampler import NEVER, SAMPLING_ROW, SamplingRows, most_probable, sample
+from loray.models.step import Admission, Alternatives, Row, Sampling
+from loray.models.watermark import green_bias
+
+Ints = NDArray[np.int64]
+HIGHEST_TEMPERATURE = 1e30  # infinity would make a number of what is impossible
+MAX_TOKENS = 2**31  # no vocabulary has more
+
+
+@dataclass(frozen=True, slots=True)
+class Sampled:
+    """One entry for each row of the logits."""
+
+    token_ids: list[int]
+    logprobs: list[float]
+    alternatives: dict[int, Alternatives]  # of the rows that want them
+
+    def ordered(self, rows: Sequence[int]) -> "Sampled":
+        alternatives = {place: self.alternatives[row] for place, row in enumerate(rows) if row in self.alternatives}
+        return Sampled([self.token_ids[row] for row in rows], [self.logprobs[row] for row in rows], alternatives)
+
+
+class SlotSampling:
+    def __init__(self, tokens: Tensor, grammars: GrammarMasks, parallel: Parallel | None = None) -> None:
+        self._tokens = tokens  # [max_running, columns] int32, on the device: each slot's prompt and output
+        self._grammars = grammars
+        self._parallel = parallel or Parallel()
+        self._rows = np.zeros(len(tokens), SAMPLING_ROW)
+        self._biases: dict[int, tuple[Ints, NDArray[np.float32]]] = {}  # slot -> token ids, and what is added to their logits
+        self._stop_ids: dict[int, list[int]] = {}  # slot -> tokens that must not come before min_new_tokens
+
+    def failed(self, rows: Sequence[Row]) -> dict[int, str]:
+        """Those of a step's rows whose sequences cannot go on, and why."""
+        failures = self._grammars.failures
+        return {i: failures[row.slot] for i, row in enumerate(rows) if row.slot in failures} if failures else {}
+
+    def admit(self, admissions: Sequence[Admission]) -> None:
+        for admission in admissions:
+            self._admit(admission)
+        with_grammar = [admission.slot for admission in admissions if admission.sampling.grammar]
+        if with_grammar:
+            failures = self._grammars.failures
+            flags = self._parallel.any_rank([slot in failures for slot in with_grammar], self._tokens.device)
+            for slot, is_failed in zip(with_grammar, flags, strict=True):
+                if is_failed:
+                    failures.setdefault(slot, "another rank can't read the grammar")
+
+    def _admit(self, admission: Admission) -> None:
+        slot, sampling = admission.slot, admission.sampling
+        num_prompt = len(admission.token_ids) - admission.num_output
+        row = self._rows[slot]
+        for name in ("top_k", "top_p", "typical_p", "seed", "min_new_tokens", "num_alternatives"):
+            row[name] = getattr(sampling, name)
+        for name in ("repetition_penalty", "frequency_penalty", "presence_penalty"):
+            row[name] = getattr(sampling, name)
+        row["temperature"] = min(sampling.temperature, HIGHEST_TEMPERATURE)
+        row["num_prompt"], row["is_watermarked"], row["is_shaped"] = num_prompt, sampling.watermark, _is_shaped(sampling)
+        self._stop_ids[slot] = sampling.stop_ids
+        self._biases.pop(slot, None)
+        biases = {token_id: bias for token_id, bias in sampling.logit_bias.items() if 0 <= token_id < MAX_TOKENS}
+        if biases:
+            self._biases[slot] = np.array(list(biases), np.int64), np.array(list(biases.values()), np.float32)
+        self._grammars.admit(slot, sampling.grammar, admission.token_ids[num_prompt:])
+
+    def sample(self, logits: Tensor, slots: Ints, positions: Ints) -> Sampled:
+        """The slots' next tokens, which become theirs. logits: [num_samples, vocab_size]; positions of the tokens to be sampled."""
+        logits = logits.float()
+        rows = self._rows[slots]
+        rows["position"] = positions
+        token_ids, logprobs = sample(logits, rows, self._scores(logits, slots, rows))
+        places = self._upload(slots * self._tokens.shape[1] + positions)
+        self._tokens.view(-1).index_copy_(0, places, token_ids.int())
+        sampled = Sampled(token_ids.tolist(), logprobs.tolist(), _alternatives(logits, rows))
+        self._grammars.accept_all(slots.tolist(), sampled.token_ids)
+        return sampled
+
+    def _scores(self, logits: Tensor, slots: Ints, rows: SamplingRows) -> Tensor:
+        """The logits themselves where no row changes them before the temperature."""
+        is_shaped = rows["is_shaped"]
+        if not is_shaped.any():
+            return logits
+        places = self._upload(is_shaped.nonzero()[0])
+        return logits.index_copy(0, places, self._shape(logits[places], slots[is_shaped], rows[is_shaped]))
+
+    def _shape(self, scores: Tensor, slots: Ints, rows: SamplingRows) -> Tensor:
+        is_penalised = (rows["repetition_penalty"] != 1) | (rows["frequency_penalty"] != 0) | (rows["presence_penalty"] != 0)
+        if is_penalised.any():
+            places, penalised = self._upload(is_penalised.nonzero()[0]), rows[is_penalised]
+            tokens = self._tokens[self._upload(slots[is_penalised]), : int(penalised["position"].max())]
+            scores[places] = penalise(scores[places], tokens, penalised)
+        self._add_biases(scores, slots)
+        if rows["is_watermarked"].any():
+            places = self._upload(rows["is_watermarked"].nonzero()[0])
+            previous = slots * self._tokens.shape[1] + rows["position"] - 1
+            previous_ids = self._tokens.view(-1)[self._upload(previous[rows["is_watermarked"]])].tolist()
+            scores[places] += green_bias(previous_ids, scores.shape[1]).to(scores.device)
+        is_young = rows["position"] - rows["num_prompt"] < rows["min_new_tokens"]
+        unwanted = [self._stop_ids[slot] if young else [] for slot, young in zip(slots.tolist(), is_young.tolist(), strict=True)]
+        self._grammars.mask(scores, slots.tolist(), unwanted)
+        self._ban(scores, [[] if slot in self._grammars else ids for slot, ids in zip(slots.tolist(), unwanted, strict=True)])
+        return scores
+
+    def _add_biases(self, scores: Tensor, slots: Ints) -> None:
+        found = [(row, *self._biases[slot]) for row, slot in enumerate(slots.tolist()) if slot in self._biases]
+        if not found:
+            return
+        rows = np.repeat([row for row, *_ in found], [len(ids) for _, ids, _ in found])
+        token_ids = np.concatenate([ids for _, ids, _ in found])
+        values = np.concatenate([values for *_, values in found])
+        is_known = token_ids < scores.shape[1]  # a token without a logit can't come anyway
+        places = self._upload(rows[is_known]), self._upload(token_ids[is_known])
+        scores[places] += torch.from_numpy(values[is_known]).to(scores.device)
+
+    def _ban(self, scores: Tensor, token_ids: Sequence[Sequence[int]]) -> None:
+        """token_ids: for each row those that must not come now."""
+        pairs = [(row, token_id) for row, ids in enumerate(token_ids) for token_id in ids if 0 <= token_id < scores.shape[1]]
+        if pairs:
+            rows, columns = self._upload(np.array(pairs, np.int64).T)
+            scores[rows, columns] = NEVER
+
+    def _upload(self, values: Ints) -> Tensor:
+        return torch.from_numpy(np.ascontiguousarray(values)).to(self._tokens.device, non_blocking=True)
+
+
+def _is_shaped(sampling: Sampling) -> bool:
+    """Whether anything changes its logits before the temperature."""
+    is_penalised = (sampling.repetition_penalty, sampling.frequency_penalty, sampling.presence_penalty) != (1, 0, 0)
+    is_bound = sampling.grammar != b"" or (sampling.min_new_tokens > 0 and bool(sampling.stop_ids))
+    return is_penalised or is_bound or sampling.watermark or bool(sampling.logit_bias)
+
+
+def _alternatives(logits: Tensor, rows: SamplingRows) -> dict[int, Alternatives]:
+    places = (rows["num_alternatives"] > 0).nonzero()[0]
+    if not len(places):
+        return {}
+    counts = rows["num_alternatives"][places].tolist()
+    token_ids, logprobs = most_probable(logits[torch.from_numpy(places).to(logits.device)], max(counts))
+    found = zip(places.tolist(), counts, token_ids.tolist(), logprobs.tolist(), strict=True)
+    return {place: list(zip(ids[:count], values[:count], strict=True)) for place, count, ids, values in found}

@@ -1,0 +1,201 @@
+"""Which chat template writes a prompt, from the adapter's folder to the tokens."""
+
+import asyncio
+import json
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from ray.exceptions import RayTaskError
+
+from loray.deployments.adapter_service import AdapterService
+from loray.deployments.adapter_store import AdapterStore
+from loray.deployments.adapter_template import adapter_template
+from loray.deployments.chat_template import configured_template
+from loray.deployments.config import AdapterArgs
+from loray.deployments.driver_client import DriverClient
+from loray.deployments.errors import AdapterFailed, AdapterNotFound, LorayError
+from loray.deployments.openai import OpenAIApi
+from loray.deployments.openai_request import ChatBody
+from loray.deployments.request import AdapterRef
+from tests.deployments.file_server import HubServer
+from tests.deployments.peft_folder import SHAPES, save_folder
+from tests.deployments.rank_in_process import PAGE_BYTES, RankInProcess, start_engine
+from tests.deployments.scripted_backend import BASE, HF, ScriptedBackend, run, saying, send, service_of
+
+CHAT = "/v1/chat/completions"
+ROLES = "{% for message in messages %}[{{ message['role'] }}]{{ message['content'] }}{% endfor %}"
+TOOLS = (
+    "{% if tools %}{{ tools | tojson }}<tool_call>{% endif %}{% for message in messages %}[{{ message.role }}]{{ message.content }}"
+    "{% for call in message.tool_calls %}{{ call.function.name }}({{ call.function.arguments.city }}){% endfor %}{% endfor %}"
+)
+
+
+def answer(backend: ScriptedBackend, args: dict[str, Any], **fields: Any) -> Any:
+    service = service_of(backend, **args)
+    return send(service, "POST", CHAT, json={"model": BASE, "messages": [{"role": "user", "content": "hello"}], **fields})
+
+
+def prompt(backend: ScriptedBackend, template: str | None = None, **fields: Any) -> str:
+    response = answer(backend, {"model": {"chat_template": template}}, **fields)
+    assert response.status_code == 200, response.text
+    return str(HF.decode(backend.requests[-1].prompt_ids))
+
+
+def test_the_adapters_own_template_comes_first_then_the_configured_one_then_the_models() -> None:
+    backend = saying("x")
+    backend.templates["pirate"] = f"arr {ROLES}"
+    assert prompt(backend, f"configured {ROLES}", model="pirate") == "arr [user]hello"
+    assert prompt(backend, f"configured {ROLES}") == "configured [user]hello"
+    assert prompt(backend, f"configured {ROLES}", model="org/poet") == "configured [user]hello"
+    assert prompt(backend) == "<|im_start|>user\nhello<|im_end|>\n<|im_start|>assistant\n"
+
+
+def test_an_adapters_template_is_asked_for_once_in_a_while() -> None:
+    class Counting(ScriptedBackend):
+        asked = 0
+
+        async def chat_template(self, adapter: AdapterRef) -> str:
+            self.asked += 1
+            return ROLES
+
+    backend = Counting([[2]])
+    service = service_of(backend)
+    api = OpenAIApi(service)
+    body = ChatBody.model_validate({"model": "pirate", "messages": [{"role": "user", "content": "hello"}]})
+
+    async def three() -> None:
+        for _ in range(3):
+            await api.chat_call(body, "")
+
+    run(three())
+    assert backend.asked == 1
+
+
+def test_an_adapter_that_can_not_be_used_is_refused_with_its_own_error() -> None:
+    class Gone(ScriptedBackend):
+        async def chat_template(self, adapter: AdapterRef) -> str:
+            raise AdapterNotFound(f"no adapter {adapter.adapter_id!r}")
+
+    response = answer(Gone([[2]]), {}, model="gone")
+    assert (response.status_code, response.json()["error"]["code"]) == (404, "model_not_found")
+
+
+def test_the_configured_template_may_be_a_file(tmp_path: Path) -> None:
+    (tmp_path / "t.jinja").write_text(f"file {ROLES}")
+    assert prompt(saying("x"), str(tmp_path / "t.jinja")) == "file [user]hello"
+    with pytest.raises(ValueError, match="chat_template.*missing.jinja"):
+        configured_template(str(tmp_path / "missing.jinja"))
+
+
+@pytest.mark.parametrize(
+    ("template", "says"),
+    [
+        ("{{ persona.name }}", "'persona' is undefined"),
+        ("{{ messages[0].mood.upper() }}", "has no attribute 'mood'"),
+        ("{% if %}", "Expected an expression"),
+        ("{{ 1 // 0 }}", "division"),
+        ("{{ raise_exception('only alternating roles') }}", "only alternating roles"),
+    ],
+)
+def test_a_template_that_fails_says_why(template: str, says: str) -> None:
+    response = answer(saying("x"), {"model": {"chat_template": template}})
+    error = response.json()["error"]
+    assert (response.status_code, error["param"]) == (400, "messages") and says in error["message"]
+
+
+def test_a_developer_is_the_system_where_the_template_knows_none() -> None:
+    messages = [{"role": "developer", "content": "be kind"}]
+    assert prompt(saying("x"), ROLES, messages=messages) == "[system]be kind"
+    assert prompt(saying("x"), ROLES + "{# developer #}", messages=messages) == "[developer]be kind"
+
+
+def test_a_template_that_knows_tools_gets_calls_and_their_arguments_as_objects() -> None:
+    call = {"id": "1", "type": "function", "function": {"name": "weather", "arguments": '{"city": "Bern"}'}}
+    messages = [{"role": "assistant", "content": None, "tool_calls": [call]}, {"role": "tool", "content": "sun", "tool_call_id": "1"}]
+    assert prompt(saying("x"), TOOLS, messages=messages) == "[assistant]weather(Bern)[tool]sun"
+    short = "{{ messages[0].content[:12] }}"
+    assert prompt(saying("x"), short, messages=messages) == "<tool_call>\n"
+
+
+@pytest.mark.parametrize("arguments", ["{", "[1]", "NaN"])
+def test_a_call_sent_back_with_broken_arguments_is_refused_by_name(arguments: str) -> None:
+    call = {"id": "1", "type": "function", "function": {"name": "weather", "arguments": arguments}}
+    response = answer(saying("x"), {}, messages=[{"role": "assistant", "content": None, "tool_calls": [call]}])
+    assert (response.status_code, response.json()["error"]["param"]) == (400, "messages.0.tool_calls.0.function.arguments")
+
+
+def test_a_folders_template_is_its_jinja_file_else_in_its_tokenizers_configuration(tmp_path: Path) -> None:
+    assert adapter_template(tmp_path, "a") == ""
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps({"model_max_length": 8}))
+    assert adapter_template(tmp_path, "a") == ""
+    several = [{"name": "tool_use", "template": "t"}, {"name": "default", "template": "d"}]
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps({"chat_template": several}))
+    assert adapter_template(tmp_path, "a") == "d"
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps({"chat_template": "old"}))
+    assert adapter_template(tmp_path, "a") == "old"
+    (tmp_path / "chat_template.jinja").write_text("näw")
+    assert adapter_template(tmp_path, "a") == "näw"
+
+
+def test_a_folders_broken_template_is_the_adapters_failure(tmp_path: Path) -> None:
+    (tmp_path / "secret").write_text("{{ secret }}")
+    folder = tmp_path / "adapter"
+    folder.mkdir()
+    for content in ("{", "[]", '{"chat_template": 5}', '{"chat_template": [{}]}'):
+        (folder / "tokenizer_config.json").write_text(content)
+        with pytest.raises(AdapterFailed, match="tokenizer_config.json"):
+            adapter_template(folder, "a")
+    (folder / "chat_template.jinja").symlink_to(tmp_path / "secret")
+    with pytest.raises(AdapterFailed, match="does not lie in its folder"):
+        adapter_template(folder, "a")
+
+
+def test_a_replica_finds_the_template_of_an_adapter(tmp_path: Path) -> None:
+    save_folder(tmp_path / "root" / "plain", 4)
+    save_folder(tmp_path / "root" / "own", 4)
+    (tmp_path / "root" / "own" / "chat_template.jinja").write_text(ROLES)
+    store = AdapterStore(AdapterArgs(local_roots=[tmp_path / "root"]), SHAPES, tmp_path / "cache")
+
+    async def templates() -> list[str]:
+        service = AdapterService(store, start_engine(RankInProcess()), max_waiting=2, page_bytes=PAGE_BYTES)
+        found = [await service.chat_template(AdapterRef(adapter_id=name)) for name in ("plain", "own")]
+        with pytest.raises(AdapterNotFound):
+            await service.chat_template(AdapterRef(adapter_id="gone"))
+        return found
+
+    assert run(templates()) == ["", ROLES]
+
+
+def test_a_template_is_downloaded_and_changes_with_its_source(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    folder = tmp_path / "hub" / "org" / "small"
+    save_folder(folder, 4)
+    hub = HubServer(tmp_path / "hub")
+    monkeypatch.setenv("HF_ENDPOINT", hub.url)
+    store = AdapterStore(AdapterArgs(local_roots=[]), SHAPES, tmp_path / "cache")
+    ref = AdapterRef(adapter_id="org/small", source="hub")
+    found = []
+    try:
+        for template in ("one", "two", None):
+            (folder / "chat_template.jinja").unlink(missing_ok=True)
+            if template:
+                (folder / "chat_template.jinja").write_text(template)
+            store.forget(ref)
+            found.append(adapter_template(Path(store.find(ref).path), "org/small"))
+    finally:
+        hub.close()
+    assert found == ["one", "two", ""]
+
+
+@pytest.mark.parametrize("error", [AdapterFailed("adapter 'a': is broken"), AdapterNotFound("adapter 'a' is gone")])
+def test_what_a_replica_says_of_the_adapter_reaches_the_caller(error: LorayError) -> None:
+    async def asked(ref: bytes) -> str:
+        raise RayTaskError("chat_template", "traceback", error)
+
+    async def ask() -> None:
+        driver = SimpleNamespace(chat_template=SimpleNamespace(remote=lambda ref: asyncio.create_task(asked(ref))))
+        await DriverClient(driver, None).chat_template(AdapterRef(adapter_id="a"))  # type: ignore[arg-type]
+
+    with pytest.raises(type(error), match=error.message):
+        run(ask())

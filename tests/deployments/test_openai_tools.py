@@ -1,0 +1,242 @@
+"""Tools and formats of answers over OpenAI's client, against a model that knows nothing and writes whatever its grammar lets pass."""
+
+import asyncio
+import json
+import re
+from collections.abc import Iterator, Sequence
+from typing import Any, Literal
+
+import jsonschema  # type: ignore[import-untyped]
+import openai
+import pytest
+import xgrammar
+from pydantic import BaseModel
+
+from loray.deployments.config import ServerArgs
+from loray.deployments.http_app import make_app
+from loray.deployments.request import GenerationRequest
+from loray.deployments.service import Service
+from loray.deployments.tokenizer import Tokenizer
+from tests.deployments.live_server import live
+from tests.deployments.scripted_backend import BASE, EOS_ID, HF, ScriptedBackend, saying, send, tokens_of
+from tests.deployments.tiny_grammars import random_text, read, shared_grammars
+
+HELLO: list[Any] = [{"role": "user", "content": "hello"}]
+CITY = {
+    "type": "object",
+    "properties": {"city": {"enum": ["Bern", "Zürich"]}, "days": {"type": "integer", "minimum": 1, "maximum": 9}},
+    "required": ["city"],
+    "additionalProperties": False,
+}
+WEATHER: Any = {"type": "function", "function": {"name": "weather", "description": "tells it", "parameters": CITY}}
+CLOCK: Any = {"type": "function", "function": {"name": "clock"}}
+CALL = '<tool_call>\n{"name": "weather", "arguments": {"city": "Bern", "days": 3}}\n</tool_call>'
+
+
+class Person(BaseModel):
+    name: Literal["Ann", "Bö"]
+    is_tall: bool
+
+
+class GetWeather(BaseModel):
+    city: Literal["Bern", "Basel"]
+
+
+class FollowsGrammar(ScriptedBackend):
+    """Each sequence of a request another text."""
+
+    def script_of(self, request: GenerationRequest) -> Sequence[list[int] | Exception]:
+        if not request.sampling.grammar:
+            return super().script_of(request)
+        texts = (random_text(request.sampling.grammar, seed) for seed in range(20))
+        return [*tokens_of(next(text for text in texts if text is not None)), [EOS_ID]]
+
+
+def service_of(backend: ScriptedBackend) -> Service:
+    service = Service(ServerArgs(), Tokenizer(HF), backend, 4096, {"model_device_type": "cpu", "attention": "scripted"})
+    service.grammars = shared_grammars()
+    return service
+
+
+def chat(backend: ScriptedBackend, **fields: Any) -> Any:
+    return send(service_of(backend), "POST", "/v1/chat/completions", json={"model": BASE, "messages": HELLO, **fields})
+
+
+def is_let_pass(backend: ScriptedBackend, text: str) -> bool:
+    """As a whole answer."""
+    matcher = xgrammar.GrammarMatcher(read(backend.requests[-1].sampling.grammar))
+    return matcher.accept_string(text) and matcher.accept_token(EOS_ID)
+
+
+@pytest.fixture(scope="module")
+def address() -> Iterator[str]:
+    with live(make_app(service_of(FollowsGrammar([*tokens_of("hello"), [EOS_ID]])))) as address:
+        yield f"{address}/v1"
+
+
+@pytest.fixture(scope="module")
+def client(address: str) -> openai.OpenAI:
+    return openai.OpenAI(base_url=address, api_key="none", max_retries=0)
+
+
+def test_a_required_call_is_valid_against_its_tools_schema(client: openai.OpenAI) -> None:
+    answer = client.chat.completions.create(
+        model=BASE, messages=HELLO, tools=[WEATHER, CLOCK], tool_choice="required", parallel_tool_calls=False
+    )
+    (choice,) = answer.choices
+    assert choice.finish_reason == "tool_calls" and choice.message.content is None and choice.message.tool_calls
+    (call,) = choice.message.tool_calls
+    assert call.type == "function" and call.id.startswith("call_")
+    schema = {"weather": CITY, "clock": {"type": "object", "maxProperties": 0}}[call.function.name]
+    jsonschema.validate(json.loads(call.function.arguments), schema)
+
+
+def test_a_named_tool_is_called_and_its_result_may_be_sent_back(client: openai.OpenAI) -> None:
+    named: Any = {"type": "function", "function": {"name": "weather"}}
+    message = client.chat.completions.create(model=BASE, messages=HELLO, tools=[CLOCK, WEATHER], tool_choice=named).choices[0].message
+    assert message.tool_calls and message.tool_calls[0].type == "function" and message.tool_calls[0].function.name == "weather"
+    result: Any = {"role": "tool", "tool_call_id": message.tool_calls[0].id, "content": "sun"}
+    said: list[Any] = [*HELLO, message, result]
+    again = client.chat.completions.create(model=BASE, messages=said, tools=[CLOCK, WEATHER], tool_choice="none")
+    assert (again.choices[0].message.content, again.choices[0].finish_reason) == ("hello", "stop")
+
+
+def test_the_clients_helper_streams_a_call(client: openai.OpenAI) -> None:
+    tools = [openai.pydantic_function_tool(GetWeather)]
+    with client.chat.completions.stream(model=BASE, messages=HELLO, tools=tools, tool_choice="required") as stream:
+        kinds = {event.type for event in stream}
+        (choice,) = stream.get_final_completion().choices
+    assert {"tool_calls.function.arguments.delta", "tool_calls.function.arguments.done"} <= kinds and "content.delta" not in kinds
+    assert choice.finish_reason == "tool_calls" and choice.message.tool_calls
+    assert isinstance(choice.message.tool_calls[0].function.parsed_arguments, GetWeather)
+
+
+def test_the_client_parses_a_structured_answer(client: openai.OpenAI) -> None:
+    answer = client.chat.completions.parse(model=BASE, messages=HELLO, response_format=Person)
+    assert isinstance(answer.choices[0].message.parsed, Person) and answer.choices[0].finish_reason == "stop"
+    with client.chat.completions.stream(model=BASE, messages=HELLO, response_format=Person) as stream:
+        assert isinstance(stream.get_final_completion().choices[0].message.parsed, Person)
+
+
+def test_an_answer_with_tools_and_a_format_is_a_call_or_in_the_format(client: openai.OpenAI) -> None:
+    tools = [openai.pydantic_function_tool(GetWeather)]
+    answer = client.chat.completions.parse(model=BASE, messages=HELLO, response_format=Person, tools=tools, n=2)
+    for choice in answer.choices:
+        calls = choice.message.tool_calls
+        assert isinstance(calls[0].function.parsed_arguments, GetWeather) if calls else isinstance(choice.message.parsed, Person)
+
+
+def test_the_asynchronous_client_and_raw_responses_work(address: str) -> None:
+    async def one() -> None:
+        async with openai.AsyncOpenAI(base_url=address, api_key="none", max_retries=0) as client:
+            raw = await client.chat.completions.with_raw_response.create(
+                model=BASE, messages=HELLO, tools=[WEATHER], tool_choice="required"
+            )
+            assert raw.headers["content-type"] == "application/json"
+            assert raw.parse().choices[0].finish_reason == "tool_calls"
+            async with client.chat.completions.stream(model=BASE, messages=HELLO, response_format=Person) as stream:
+                assert isinstance((await stream.get_final_completion()).choices[0].message.parsed, Person)
+            parts = [part async for part in await client.completions.create(model=BASE, prompt="x", stream=True)]
+            assert "".join(part.choices[0].text for part in parts) == "hello"
+
+    asyncio.run(asyncio.wait_for(one(), 60))
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_text_before_calls_is_content_and_each_call_has_its_index(stream: bool) -> None:
+    response = chat(saying(f"I look.\n{CALL}\n{CALL}"), tools=[WEATHER], stream=stream)
+    if not stream:
+        message = response.json()["choices"][0]["message"]
+        assert message["content"] == "I look." and [call["function"]["name"] for call in message["tool_calls"]] == ["weather"] * 2
+        return
+    chunks = [json.loads(line.removeprefix("data: ")) for line in response.text.split("\n\n")[:-2]]
+    deltas = [chunk["choices"][0]["delta"] for chunk in chunks]
+    assert "".join(delta.get("content") or "" for delta in deltas) == "I look."
+    calls = [call for delta in deltas for call in delta.get("tool_calls", [])]
+    assert [(call["index"], call["function"]) for call in calls if "id" in call] == [
+        (index, {"name": "weather", "arguments": ""}) for index in (0, 1)
+    ]
+    assert all(call.keys() == {"index", "function"} for call in calls if "id" not in call)
+    for index in (0, 1):
+        pieces = [call["function"]["arguments"] for call in calls if call["index"] == index]
+        assert len(pieces) > 2 and json.loads("".join(pieces)) == {"city": "Bern", "days": 3}
+    assert chunks[-1]["choices"][0]["finish_reason"] == "tool_calls"
+
+
+def test_a_call_cut_by_length_ends_by_length() -> None:
+    backend = ScriptedBackend(tokens_of(CALL[:58]), finish="length")
+    (choice,) = chat(backend, tools=[WEATHER]).json()["choices"]
+    assert (choice["finish_reason"], choice["message"]["tool_calls"][0]["function"]["arguments"]) == ("length", '{"city": "Ber')
+
+
+@pytest.mark.parametrize(
+    ("fields", "passing", "refused"),
+    [
+        ({}, ["hello", CALL, f"so: {CALL}", f"{CALL}\n{CALL}"], [CALL.replace("Bern", "Rome"), CALL[:30], f"{CALL[:20]}hello"]),
+        ({"parallel_tool_calls": False}, ["hello", CALL, f"so: {CALL}"], [f"{CALL}\n{CALL}"]),
+        ({"tool_choice": "required"}, [CALL, f"{CALL}\n{CALL}"], ["hello", f"so: {CALL}", CALL.replace("weather", "other")]),
+        ({"tool_choice": {"type": "function", "function": {"name": "weather"}}}, [CALL], [f"{CALL}\n{CALL}", "hello"]),
+        ({"response_format": {"type": "json_object"}}, ['{"a": 1}', CALL], ["hello", f"so: {CALL}"]),
+        ({"response_format": {"type": "json_object"}, "tool_choice": "required"}, [CALL], ['{"a": 1}']),
+    ],
+)
+def test_the_choice_of_tools_binds_the_text(fields: dict[str, Any], passing: list[str], refused: list[str]) -> None:
+    backend = saying("x")
+    assert chat(backend, tools=[WEATHER, CLOCK], **fields).status_code == 200
+    assert [text for text in passing if not is_let_pass(backend, text)] == []
+    assert [text for text in refused if is_let_pass(backend, text)] == []
+
+
+def test_tools_that_may_not_be_called_are_not_told_of() -> None:
+    backend = saying(CALL)
+    answer = chat(backend, tools=[WEATHER], tool_choice="none").json()
+    assert answer["choices"][0]["message"] == {"role": "assistant", "content": CALL, "refusal": None}
+    assert backend.requests[0].sampling.grammar == b"" and "weather" not in HF.decode(backend.requests[0].prompt_ids)
+    chat(backend, tools=[WEATHER])
+    assert json.dumps(CITY, ensure_ascii=False) in HF.decode(backend.requests[1].prompt_ids)
+
+
+@pytest.mark.parametrize(
+    ("wanted", "pattern"),
+    [
+        ({"type": "json_object"}, r"\{.*\}"),
+        ({"type": "json_schema", "json_schema": {"name": "any"}}, r"\{.*\}"),
+        ({"type": "json_schema", "json_schema": {"name": "it", "schema": {"enum": ["a", "b"]}, "strict": False}}, '"[ab]"'),
+        ({"type": "regex", "regex": "[0-9]{3}"}, "[0-9]{3}"),
+        ({"type": "ebnf", "grammar": 'root ::= "yes" | "no"'}, "yes|no"),
+    ],
+)
+def test_the_format_binds_the_text(wanted: dict[str, Any], pattern: str) -> None:
+    response = chat(FollowsGrammar([]), response_format=wanted)
+    assert re.fullmatch(pattern, response.json()["choices"][0]["message"]["content"], re.DOTALL), response.text
+
+
+@pytest.mark.parametrize(
+    ("fields", "param"),
+    [
+        ({"tool_choice": "required"}, "tool_choice"),
+        ({"tools": [WEATHER], "tool_choice": {"type": "function", "function": {"name": "gone"}}}, "tool_choice"),
+        ({"tools": [WEATHER, WEATHER]}, "tools"),
+        ({"tools": [{"type": "function", "function": {"name": "f", "parameters": {"type": "array"}}}]}, "tools.0.function.parameters"),
+        ({"tools": [{"type": "function", "function": {"name": "f", "parameters": {"not": {}}}}]}, "tools"),
+        ({"response_format": {"type": "json_schema", "json_schema": {"name": "x", "schema": {"type": "prime"}}}}, "response_format"),
+        ({"response_format": {"type": "regex", "regex": "("}}, "response_format"),
+        ({"response_format": {"type": "regex", "regex": "a"}, "tools": [WEATHER]}, "response_format"),
+        ({"response_format": {"type": "json_object"}, "ignore_eos": True}, "ignore_eos"),
+        ({"tools": [WEATHER], "tool_choice": "required", "min_tokens": 5}, "min_tokens"),
+    ],
+)
+def test_tools_and_formats_that_can_not_be_are_refused_by_name(fields: dict[str, Any], param: str) -> None:
+    backend = saying("x")
+    response = chat(backend, **fields)
+    assert (response.status_code, response.json()["error"]["param"], backend.requests) == (400, param, []), response.text
+
+
+@pytest.mark.parametrize("value", ['{"a": "\\ud800"}', '{"a": NaN}', '{"minimum": 1e999}'])
+def test_a_schema_that_json_can_not_write_is_refused(value: str) -> None:
+    tool = f'{{"type": "function", "function": {{"name": "f", "parameters": {value}}}}}'
+    body = f'{{"model": "{BASE}", "messages": [{{"role": "user", "content": "x"}}], "tools": [{tool}]}}'
+    response = send(
+        service_of(saying("x")), "POST", "/v1/chat/completions", content=body.encode(), headers={"content-type": "application/json"}
+    )
+    assert (response.status_code, response.json()["error"]["param"]) == (400, "tools.0.function.parameters")

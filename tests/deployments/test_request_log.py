@@ -1,0 +1,108 @@
+"""One line for each request, its id everywhere, and the spans made of its times."""
+
+import logging
+import sys
+from typing import Any
+
+import httpx
+import pytest
+from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
+
+from loray.deployments import http_app, tracing
+from loray.deployments.config import TracingArgs
+from loray.deployments.errors import Overloaded
+from loray.deployments.tracing import Tracing, otlp_exporter, sane_traceparent
+from tests.deployments.scripted_backend import ScriptedBackend, run, saying, send, service_of
+
+PARENT = "00-0af7651916cd43dd8448eb211c80319c-b7ad6b7169203331-01"
+
+
+@pytest.mark.parametrize("path", ["/generate", "/generate_stream", "/nope", "/health"])
+def test_an_answer_has_the_id_that_the_caller_gave(path: str) -> None:
+    response = send(service_of(saying("x")), "POST", path, json={"inputs": "hi"}, headers={"X-Request-Id": "call-7"})
+    assert response.headers.get_list("x-request-id") == ["call-7"]
+
+
+@pytest.mark.parametrize("sent", [None, "", "two words", "x" * 129, "grüße".encode()])
+def test_an_id_is_made_where_there_is_none_that_can_be_used(sent: Any) -> None:
+    headers = {} if sent is None else {"X-Request-Id": sent}
+    made = [send(service_of(saying("x")), "GET", "/info", headers=headers).headers["x-request-id"] for _ in range(2)]
+    assert len(set(made)) == 2 and all(len(one) == 32 for one in made)
+
+
+def test_a_bug_and_a_refusal_have_the_id_too() -> None:
+    for backend, status in [(ScriptedBackend([KeyError("x")]), 500), (ScriptedBackend([Overloaded("full")]), 429)]:
+        response = send(service_of(backend), "POST", "/generate", json={"inputs": "hi"}, headers={"X-Request-Id": "call-8"})
+        assert (response.status_code, response.headers["x-request-id"]) == (status, "call-8")
+
+
+def test_the_id_is_left_to_the_proxy_where_there_is_one() -> None:
+    async def ask() -> httpx.Response:
+        transport = httpx.ASGITransport(http_app.make_app(service_of(saying("x")), answers_request_id=False))
+        async with httpx.AsyncClient(transport=transport, base_url="http://loray") as client:
+            return await client.get("/info", headers={"X-Request-Id": "call-9"})
+
+    assert "x-request-id" not in run(ask()).headers
+
+
+def test_what_reaches_the_driver_begins_with_the_id_and_is_unique() -> None:
+    backend = saying("x")
+    for _ in range(2):
+        send(service_of(backend), "POST", "/generate", json={"inputs": "hi"}, headers={"X-Request-Id": "call-7"})
+    ids = [request.request_id for request in backend.requests]
+    assert all(one.startswith("call-7-") for one in ids) and len(set(ids)) == 2
+
+
+def test_a_request_is_one_line_in_the_log(caplog: pytest.LogCaptureFixture) -> None:
+    service = service_of(saying(" world"), api_keys={"inference": {"team-a": "sesame"}})
+    body = {"inputs": "hello", "parameters": {"adapter_id": 'odd "name"\nid=forged'}}
+    headers = {"X-Request-Id": "call-7", "Authorization": "Bearer sesame", "traceparent": PARENT}
+    with caplog.at_level(logging.INFO, "ray.serve.loray"):
+        send(service, "POST", "/generate", json=body, headers=headers)
+        send(service, "GET", "/health")
+    (line,) = [record.getMessage() for record in caplog.records if record.name == "ray.serve.loray"]
+    assert line.startswith("request id=call-7 route=/generate status=200 ms=")
+    for part in ["key=team-a", "tokens=2", "outcome=eos_token", "trace=0af7651916cd43dd8448eb211c80319c", "first_token_ms=", "adapter="]:
+        assert f" {part}" in line
+    assert "\n" not in line and "sesame" not in line and " id=forged" not in line
+
+
+def test_a_refusal_is_a_line_with_its_type(caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level(logging.INFO, "ray.serve.loray"):
+        send(service_of(saying("x")), "POST", "/generate", json={})
+    assert "status=422" in caplog.text and "error=validation" in caplog.text
+
+
+@pytest.mark.parametrize(
+    ("header", "is_sane"),
+    [(PARENT, True), (PARENT.upper(), False), ("00-" + "0" * 32 + "-b7ad6b7169203331-01", False), ("ff" + PARENT[2:], False), ("x", False)],
+)
+def test_a_traceparent_is_as_w3c_wants_it_or_left_out(header: str, is_sane: bool) -> None:
+    assert bool(sane_traceparent(header)) == is_sane
+
+
+def test_spans_tell_queue_prefill_and_decode_under_the_callers_trace(monkeypatch: pytest.MonkeyPatch) -> None:
+    exporter = InMemorySpanExporter()
+    traces = Tracing(exporter, TracingArgs())
+    monkeypatch.setattr(http_app, "otlp_exporter", lambda args: exporter)
+    monkeypatch.setattr(http_app, "Tracing", lambda exporter, args: traces)
+    send(service_of(saying("hello world", turn_s=0.01)), "POST", "/generate", json={"inputs": "hi"}, headers={"traceparent": PARENT})
+    traces.close()
+    *parts, request = sorted(exporter.get_finished_spans(), key=lambda span: span.end_time - span.start_time)
+    assert request.name == "/generate" and request.attributes["http.response.status_code"] == 200
+    assert f"{request.context.trace_id:032x}" == PARENT.split("-")[1] and f"{request.parent.span_id:016x}" == PARENT.split("-")[2]
+    assert {span.name for span in parts} == {"queue", "prefill", "decode"}
+    for span in parts:
+        assert span.parent.span_id == request.context.span_id
+        assert request.start_time <= span.start_time <= span.end_time <= request.end_time
+
+
+def test_the_missing_extra_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "opentelemetry.exporter", None)
+    with pytest.raises(ImportError, match=r"loray\[otel\]"):
+        otlp_exporter(TracingArgs(otlp_endpoint="http://localhost:4318/v1/traces"))
+
+
+def test_without_configuration_nothing_is_traced(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tracing.Tracing, "__init__", lambda *args: pytest.fail("must not be made"))
+    assert send(service_of(saying("x")), "POST", "/generate", json={"inputs": "hi"}).status_code == 200

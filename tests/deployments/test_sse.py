@@ -1,0 +1,98 @@
+"""Streams as bytes: what comes at once, what comes while nothing comes, and how errors look then."""
+
+import asyncio
+import threading
+from typing import Any
+
+import httpx
+import pytest
+
+from loray.deployments.errors import Incomplete, Overloaded
+from loray.deployments.http_app import make_app
+from loray.deployments.sse import KEEP_ALIVE
+from tests.deployments.live_server import eventually, live
+from tests.deployments.scripted_backend import BASE, ScriptedBackend, saying, send, service_of
+
+IMPATIENT = {"limits": {"keep_alive_s": 0.02}}
+STREAMS = [("/generate_stream", {"inputs": "hi"}), ("/v1/completions", {"model": BASE, "prompt": "hi", "stream": True})]
+
+
+def events_of(text: str) -> list[str]:
+    return [line for line in text.splitlines() if line.startswith("data: ")]
+
+
+@pytest.mark.parametrize(("path", "body"), STREAMS)
+def test_a_slow_stream_sends_comments_and_the_same_events(path: str, body: dict[str, Any]) -> None:
+    slow = send(service_of(saying("ab", turn_s=0.1), **IMPATIENT), "POST", path, json=body)
+    quick = send(service_of(saying("ab")), "POST", path, json=body)
+    assert slow.status_code == 200 and slow.text.count(": keep-alive\n\n") >= 3
+    assert ": keep-alive" not in quick.text
+    assert len(events_of(slow.text)) == len(events_of(quick.text)) > 2
+
+
+def test_a_stream_that_waits_long_for_its_first_token_starts_with_a_comment() -> None:
+    released = threading.Event()
+
+    class Waiting(ScriptedBackend):
+        async def generate(self, request: Any) -> Any:
+            await asyncio.to_thread(released.wait)
+            async for event in super().generate(request):
+                yield event
+
+    app = make_app(service_of(Waiting([[5]], finish="length"), **IMPATIENT))
+    with live(app) as address, httpx.stream("POST", f"{address}/generate_stream", json={"inputs": "hi"}) as response:
+        chunks = response.iter_raw()
+        assert (response.status_code, next(chunks)) == (200, KEEP_ALIVE)
+        released.set()
+        assert "generated_text" in b"".join(chunks).decode()
+
+
+def test_an_error_before_the_first_token_has_a_status_and_a_late_one_is_an_event() -> None:
+    at_once = send(service_of(ScriptedBackend([Overloaded("full")]), **IMPATIENT), "POST", "/generate_stream", json={"inputs": "hi"})
+    assert at_once.status_code == 429
+    late = send(service_of(ScriptedBackend([Incomplete("lost")], turn_s=0), **IMPATIENT), "POST", "/generate_stream", json={"inputs": "hi"})
+    assert late.status_code == 500
+
+    class Slow(ScriptedBackend):
+        async def generate(self, request: Any) -> Any:
+            await asyncio.sleep(0.1)
+            raise Incomplete("lost")
+            yield
+
+    service = service_of(Slow([]), **IMPATIENT)
+    later = send(service, "POST", "/generate_stream", json={"inputs": "hi"})
+    assert later.status_code == 200
+    assert events_of(later.text) == ['data: {"error":"lost","error_type":"incomplete_generation"}']
+    assert 'loray_failures_total{type="incomplete_generation"} 1.0' in send(service, "GET", "/metrics").text
+
+
+def test_a_client_that_leaves_before_the_first_token_ends_the_generation() -> None:
+    endings = []
+
+    class Waiting(ScriptedBackend):
+        async def generate(self, request: Any) -> Any:
+            try:
+                await asyncio.Event().wait()
+                yield
+            except asyncio.CancelledError:
+                endings.append("cancelled")
+                raise
+
+    with live(make_app(service_of(Waiting([]), **IMPATIENT))) as address:
+        with httpx.stream("POST", f"{address}/generate_stream", json={"inputs": "hi"}) as response:
+            next(response.iter_raw())
+        assert eventually(lambda: endings == ["cancelled"])
+
+
+@pytest.mark.parametrize(("path", "body"), STREAMS)
+def test_the_first_token_is_sent_while_the_second_is_not_made_yet(path: str, body: dict[str, Any]) -> None:
+    class OneToken(ScriptedBackend):
+        async def generate(self, request: Any) -> Any:
+            async for event in super().generate(request):
+                yield event
+                if event.token_ids:
+                    await asyncio.Event().wait()
+
+    app = make_app(service_of(OneToken([[65], [66]])))
+    with live(app) as address, httpx.stream("POST", f"{address}{path}", json=body) as response:
+        assert next(response.iter_raw()).startswith(b"data: {")

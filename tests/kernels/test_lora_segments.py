@@ -1,0 +1,68 @@
+"""The GPU's LoRA kernels against their definition in float64, over awkward sizes and mixes of adapters.
+
+With TRITON_INTERPRET=1 they run without a GPU: `TRITON_INTERPRET=1 pytest -m gpu tests/kernels/test_lora_segments.py`.
+"""
+
+import os
+
+import pytest
+import torch
+
+from loray.kernels.lora import LoraPages, add_lora
+from loray.models.lora_groups import lora_segments
+from tests.kernels.test_lora import MIXES, Rows
+
+IS_INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
+DEVICE = "cpu" if IS_INTERPRETED else "cuda"
+pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available() and not IS_INTERPRETED, reason="no CUDA GPU")]
+
+NUM_RANKS = 48
+LONG: dict[str, Rows] = {
+    "a prompt of several blocks": [(1, ((0, 8),)), (150, ((8, 48),)), (3, ())],
+    "prompts among the base model's": [(70, ()), (65, ((0, 16), (24, 32))), (1, ()), (64, ((40, 48),))],
+}
+TOLERANCE = {torch.float32: 1e-4, torch.float16: 5e-3}  # of the largest value
+if not IS_INTERPRETED:  # numpy, which stands in for the GPU there, has no bfloat16
+    TOLERANCE[torch.bfloat16] = 4e-2
+
+
+def expected_of(y: torch.Tensor, x: torch.Tensor, pages: LoraPages, rows: Rows) -> torch.Tensor:
+    """In float64. Written out for each token: y += (x a^T) b."""
+    y, x, a, b = (tensor.double().cpu() for tensor in (y, x, pages.a, pages.b))
+    token = 0
+    for count, runs in rows:
+        ranks = [rank for run in runs for rank in range(*run)]
+        part = slice(token, token + count)
+        y[part] += torch.cat([x[part] @ a[i, ranks].T @ b_part for i, b_part in enumerate(b[ranks].split(pages.widths, 1))], 1)
+        token += count
+    return y
+
+
+@pytest.mark.parametrize("dtype", TOLERANCE, ids=str)
+@pytest.mark.parametrize("mix", [*MIXES, *LONG])
+@pytest.mark.parametrize(("inputs", "widths"), [(17, [5]), (48, [48, 16, 16]), (320, [130, 257])])
+def test_each_token_gets_the_product_of_its_own_ranks(mix: str, inputs: int, widths: list[int], dtype: torch.dtype) -> None:
+    rows = (MIXES | LONG)[mix]
+    generator = torch.Generator().manual_seed(0)
+
+    def random(*shape: int) -> torch.Tensor:
+        return torch.randn(*shape, generator=generator).to(DEVICE, dtype)
+
+    num_tokens = sum(count for count, _ in rows)
+    x, y = random(num_tokens, inputs), random(num_tokens, sum(widths))
+    pages = LoraPages(random(len(widths), NUM_RANKS, inputs), random(NUM_RANKS, sum(widths)), widths)
+    expected = expected_of(y, x, pages, rows)
+    if any(runs for _, runs in rows):
+        segments = lora_segments([runs for _, runs in rows], [count for count, _ in rows], lambda array: torch.from_numpy(array).to(DEVICE))
+        add_lora(y, x, pages, segments)
+    torch.testing.assert_close(y.double().cpu(), expected, atol=TOLERANCE[dtype] * float(expected.abs().max()), rtol=0)
+
+
+def test_pages_of_nobody_are_never_read() -> None:
+    """What an evicted adapter or nobody has left in the pool may be anything."""
+    pages = LoraPages(torch.full((1, 48, 32), float("nan"), device=DEVICE), torch.full((48, 20), float("nan"), device=DEVICE), [20])
+    pages.a[:, 8:16], pages.b[8:16] = 1.0, 1.0
+    x, y = torch.ones(3, 32, device=DEVICE), torch.zeros(3, 20, device=DEVICE)
+    segments = lora_segments([(), ((8, 16),)], [2, 1], lambda array: torch.from_numpy(array).to(DEVICE))
+    add_lora(y, x, pages, segments)
+    assert y[:2].eq(0).all() and y[2].eq(8 * 32).all()

@@ -1,0 +1,57 @@
+"""Requests that ask for everything of sampling at once, for one rank or several."""
+
+import json
+import zlib
+from pathlib import Path
+
+from loray.models.grammar_vocabulary import grammar_vocabulary
+from loray.models.parallel import Parallel
+from loray.models.step import Sampling
+from tests.models.conductor import Conductor, Output, Request, prompt_of
+from tests.models.tiny_llama import save_llama
+from tests.tiny_tokenizer import save_tiny_tokenizer
+
+VOCAB_SIZE, EOS_ID = 330, 2  # some more tokens than the tokenizer has
+SCHEMA = {
+    "type": "object",
+    "properties": {"name": {"enum": ["a", "bc"]}, "age": {"type": "integer", "minimum": 0, "maximum": 99}},
+    "required": ["name", "age"],
+    "additionalProperties": False,
+}
+
+
+def save_model(folder: Path) -> Path:
+    save_llama(folder, vocab_size=VOCAB_SIZE, eos_token_id=EOS_ID)
+    return save_tiny_tokenizer(folder)
+
+
+def grammar(folder: Path, *, regex: str = "", schema: object = None) -> bytes:
+    import xgrammar
+
+    compiler = xgrammar.GrammarCompiler(grammar_vocabulary(folder), max_threads=1)
+    compiled = compiler.compile_regex(regex) if regex else compiler.compile_json_schema(json.dumps(schema), any_whitespace=False)
+    return zlib.compress(compiled.serialize_json().encode())
+
+
+def mixed_requests(folder: Path) -> list[Request]:
+    patterns = ["[0-9]{3}", "(yes|no)", "x[a-c]*y", ""]
+    requests = []
+    for i, pattern in enumerate(patterns):
+        allowed = grammar(folder, regex=pattern) if pattern else grammar(folder, schema=SCHEMA)
+        sampling = Sampling(temperature=1.0, seed=i, grammar=allowed, num_alternatives=i, repetition_penalty=1.1)
+        requests.append(Request(prompt_of(9 + i, i, VOCAB_SIZE), sampling=sampling, num_new=24, wants_prompt_logprobs=i % 2 == 0))
+    drawn = Sampling(temperature=0.8, top_k=50, seed=9, frequency_penalty=0.5, logit_bias={5: 2.0}, watermark=True)
+    requests.append(Request(prompt_of(17, 9, VOCAB_SIZE), sampling=drawn, num_new=24, wants_prompt_logprobs=True))
+    requests.append(Request(prompt_of(5, 8, VOCAB_SIZE), num_new=24))
+    return requests
+
+
+def play_mixed(parallel: Parallel, folder: Path) -> list[Output]:
+    return Conductor(folder, parallel).play(mixed_requests(folder), chunk=7, stagger=1)
+
+
+def play_unequally(parallel: Parallel, folder: Path) -> Output:
+    """The last rank is given something else than a grammar."""
+    is_last = parallel.rank == parallel.world_size - 1
+    allowed = b"nothing" if is_last else grammar(folder, regex="[0-9]{3}")
+    return Conductor(folder, parallel).play([Request([1, 2], sampling=Sampling(grammar=allowed), num_new=2)])[0]

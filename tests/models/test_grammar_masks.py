@@ -1,0 +1,141 @@
+"""Grammars on the ranks: tokens always follow them, in any mix, after a recomputation and on several ranks; a bad one fails alone."""
+
+import json
+import re
+import zlib
+from pathlib import Path
+
+import pytest
+import torch
+from transformers import AutoTokenizer, PreTrainedTokenizerFast
+
+from loray.models.grammar_masks import GrammarMasks
+from loray.models.grammar_vocabulary import grammar_vocabulary
+from loray.models.step import Sampling
+from tests.models.conductor import Conductor, Output, Request, prompt_of
+from tests.models.rank_threads import ThreadGroup
+from tests.models.sampling_jobs import EOS_ID, VOCAB_SIZE, grammar, mixed_requests, play_mixed, play_unequally, save_model
+from tests.models.test_causal_lm import HostedConductor
+
+PATTERNS = ["[0-9]{3}", "(yes|no)", "x[a-c]*y"]
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return save_model(tmp_path_factory.mktemp("grammar_model"))
+
+
+@pytest.fixture(scope="module")
+def tokenizer(folder: Path) -> PreTrainedTokenizerFast:
+    return AutoTokenizer.from_pretrained(folder)
+
+
+@pytest.fixture(scope="module")
+def conductor(folder: Path) -> Conductor:
+    return Conductor(folder)
+
+
+@pytest.fixture(scope="module")
+def together(folder: Path, conductor: Conductor) -> list[Output]:
+    return conductor.play(mixed_requests(folder), chunk=7, stagger=1)
+
+
+def until_eos(token_ids: list[int]) -> list[int]:
+    return token_ids[: token_ids.index(EOS_ID)] if EOS_ID in token_ids else token_ids
+
+
+def test_several_grammars_at_once_are_all_followed(together: list[Output], tokenizer: PreTrainedTokenizerFast) -> None:
+    texts = [tokenizer.decode(until_eos(output.token_ids)) for output in together]
+    for pattern, text, output in zip(PATTERNS, texts, together, strict=False):
+        assert EOS_ID in output.token_ids or pattern == PATTERNS[2]
+        assert re.fullmatch(pattern if EOS_ID in output.token_ids else "x[a-c]*", text), text
+    answer = json.loads(texts[3])
+    assert list(answer) == ["name", "age"] and answer["name"] in ("a", "bc") and 0 <= answer["age"] <= 99
+    assert not any(output.failures for output in together)
+
+
+def test_a_request_with_a_grammar_gets_alone_what_it_gets_among_others(folder: Path, conductor: Conductor, together: list[Output]) -> None:
+    for request, expected in zip(mixed_requests(folder), together, strict=True):
+        (alone,) = conductor.play([request])
+        if request.sampling.grammar:  # beyond its end a row draws what nobody reads
+            assert until_eos(alone.token_ids) == until_eos(expected.token_ids)
+        else:
+            assert alone.token_ids == expected.token_ids
+        assert alone.prompt_logprobs == pytest.approx(expected.prompt_logprobs, abs=1e-4)
+
+
+def test_two_ranks_give_what_one_gives(folder: Path, together: list[Output]) -> None:
+    for outputs in ThreadGroup(2).run(play_mixed, folder):
+        for found, expected in zip(outputs, together, strict=True):
+            assert found.token_ids == expected.token_ids
+            assert found.logprobs == pytest.approx(expected.logprobs, abs=2e-4)
+            assert found.prompt_logprobs == pytest.approx(expected.prompt_logprobs, abs=2e-4)
+
+
+def test_a_hosted_model_gives_what_ours_gives(folder: Path, together: list[Output]) -> None:
+    outputs = HostedConductor(folder).play(mixed_requests(folder), chunk=7, stagger=1)
+    for found, expected in zip(outputs, together, strict=True):
+        assert until_eos(found.token_ids) == until_eos(expected.token_ids)
+        assert found.prompt_logprobs == pytest.approx(expected.prompt_logprobs, abs=2e-4)
+        assert [len(alternatives) for alternatives in found.alternatives] == [len(others) for others in expected.alternatives]
+
+
+def test_a_recomputed_request_goes_on_within_its_grammar(folder: Path, conductor: Conductor, together: list[Output]) -> None:
+    request, whole = mixed_requests(folder)[3], until_eos(together[3].token_ids)
+    for num_done in (1, len(whole) // 2):
+        (rest,) = conductor.play([Request(request.prompt, [], request.sampling, 24 - num_done, whole[:num_done])])
+        assert whole[:num_done] + until_eos(rest.token_ids) == whole
+
+
+@pytest.mark.parametrize("broken", [b"nothing", zlib.compress(b"{}"), zlib.compress(b"\xff")])
+def test_a_grammar_that_cannot_be_read_fails_its_own_request_alone(
+    folder: Path, conductor: Conductor, together: list[Output], broken: bytes
+) -> None:
+    good = mixed_requests(folder)[:2]
+    bad = Request(prompt_of(9, 0, VOCAB_SIZE), sampling=Sampling(grammar=broken), num_new=24)
+    outputs = conductor.play([bad, *good], chunk=7)
+    assert all("the grammar can't be read" in reason for reason in outputs[0].failures) and outputs[0].failures
+    for found, expected in zip(outputs[1:], together, strict=False):
+        assert until_eos(found.token_ids) == until_eos(expected.token_ids) and not found.failures
+
+
+def test_output_that_the_grammar_refuses_fails_the_request(folder: Path, conductor: Conductor) -> None:
+    sampling = Sampling(grammar=grammar(folder, regex="[0-9]{3}"))
+    bad = Request(prompt_of(9, 0, VOCAB_SIZE), sampling=sampling, num_new=2, output=[EOS_ID])
+    (output,) = conductor.play([bad])
+    assert output.failures == {f"the grammar does not allow token {EOS_ID} where it was generated"}
+    (again,) = conductor.play([Request(prompt_of(9, 0, VOCAB_SIZE), sampling=sampling, num_new=3)])
+    assert not again.failures, "the slot has forgotten"
+
+
+def test_a_text_that_is_whole_may_end_before_min_new_tokens_but_no_sooner_than_it_must(
+    folder: Path, conductor: Conductor, tokenizer: PreTrainedTokenizerFast
+) -> None:
+    def text(pattern: str) -> str:
+        sampling = Sampling(temperature=1.0, grammar=grammar(folder, regex=pattern), min_new_tokens=6, stop_ids=[EOS_ID])
+        (output,) = conductor.play([Request(prompt_of(9, 0, VOCAB_SIZE), sampling=sampling, num_new=20)])
+        assert not output.failures
+        return tokenizer.decode(until_eos(output.token_ids))
+
+    assert text("[0-9]{3}").isdigit()
+    assert len(text("[0-9]+")) >= 6
+
+
+def test_logits_beyond_the_vocabulary_are_impossible_too(folder: Path) -> None:
+    masks = GrammarMasks(folder)
+    masks.admit(1, grammar(folder, regex="[ab]"), [])
+    scores = torch.zeros(2, VOCAB_SIZE + 100)
+    masks.mask(scores, [0, 1], [[], []])
+    assert scores[0].isfinite().all() and scores[1].isfinite().sum() == 2
+
+
+def test_special_tokens_are_no_text_for_a_grammar(folder: Path) -> None:
+    vocabulary = grammar_vocabulary(folder)
+    assert {0, 1} <= set(vocabulary.special_token_ids) and vocabulary.stop_token_ids == [EOS_ID]
+    assert vocabulary.vocab_size == VOCAB_SIZE
+
+
+def test_a_grammar_that_one_rank_cannot_read_fails_on_all(folder: Path) -> None:
+    outputs = ThreadGroup(2).run(play_unequally, folder)
+    assert [len(output.failures) for output in outputs] == [1, 1]
+    assert outputs[0].failures == {"another rank can't read the grammar"}
