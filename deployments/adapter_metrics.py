@@ -30,7 +30,9 @@ class AdapterMetrics:
         self._private: set[str] = set()  # those of them that not everybody may read
         self._requests = Counter("loray_adapter_requests", "Requests by adapter", ["adapter", "outcome"], registry=registry)
         self._tokens = Counter("loray_adapter_tokens", "Tokens by adapter", ["adapter", "kind"], registry=registry)
-        self._queue = _histogram("queue_seconds", "From request to a place in the batch, with the time that finding the adapter takes", registry)
+        self._queue = _histogram(
+            "queue_seconds", "From request to a place in the batch, with the time that finding the adapter takes", registry
+        )
         self._first_token = _histogram("time_to_first_token_seconds", "From request to first token", registry)
         self._gauges = _StatusGauges()
         registry.register(self._gauges)

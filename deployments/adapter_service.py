@@ -32,6 +32,7 @@ T = TypeVar("T")
 MAX_REMEMBERED = 10_000  # adapters whose use is counted
 NUM_LOADS = 4  # that wait for their arrival at once: what is on its way may take more room than it will need
 ARRIVAL_POLL_S = 0.02
+SLOW_S = 20.0  # a search that takes longer is slow
 
 
 @dataclass(eq=False, slots=True)
@@ -47,6 +48,10 @@ class _Use:
     last_used: float = 0.0  # seconds since 1970
     is_loading: bool = False
     error: str = ""  # why the last load failed
+
+    @property
+    def path(self) -> str:
+        return self.adapter.path if self.adapter else ""
 
 
 class AdapterService:
@@ -79,6 +84,16 @@ class AdapterService:
             if record and record.is_pinned:
                 self._in_background(self._load_and_log(record))
         return adapter
+
+    async def find_patiently(self, ref: AdapterRef, on_slow: Callable[[], None]) -> Adapter:
+        """The same, and whoever waits is told in time: a download may take longer than an ingress waits for a replica."""
+        search = asyncio.ensure_future(self.find(ref))
+        try:
+            if not (await asyncio.wait({search}, timeout=SLOW_S))[0]:
+                on_slow()
+            return await search
+        finally:
+            search.cancel()
 
     async def chat_template(self, ref: AdapterRef) -> str:
         """The one that the adapter brings, "" for none. Raises a LorayError."""
@@ -153,7 +168,9 @@ class AdapterService:
 
     async def statuses(self) -> list[AdapterStatus]:
         uses, unloading = [*self._unloading, *self._uses.values()], set(self._unloading)
-        disk = await self._finder.look(lambda: [(self._store.disk_bytes(use.ref), self._store.is_private(use.ref)) for use in uses])
+        disk = await self._finder.look(
+            lambda: [(self._store.disk_bytes(use.ref, use.path), self._store.is_private(use.ref)) for use in uses]
+        )
         versions = [use.adapter.version for use in uses if use.adapter]
         # Before the places: what is loaded by the time they come may be in none of them yet.
         states: dict[_Use, AdapterState] = {use: "loading" for use in uses if use.is_loading}
@@ -196,19 +213,24 @@ class AdapterService:
             logger.warning("adapter %s can't be loaded: %s", adapter_id, error.message)
 
     async def _unload(self, ref: AdapterRef) -> None:
-        use = self._uses.pop(self._key(ref), None)
-        if use is None or use.adapter is None:
+        """Of a merge: all that go by this name."""
+        keys = [key for key in self._uses if key == self._key(ref) or (key.merge and key.adapter_id == ref.adapter_id)]
+        uses = [self._uses.pop(key) for key in keys]
+        if not any(use.adapter for use in uses):
             return await self._finder.look(lambda: self._store.remove(ref))
-        self._unloading.append(use)
-        loop, version = asyncio.get_running_loop(), use.adapter.version
-        await self._ask(lambda tiers: tiers.unload(version, lambda: loop.call_soon_threadsafe(self._freed, use)))
+        loop = asyncio.get_running_loop()
+        for use in uses:
+            if use.adapter:
+                self._unloading.append(use)
+                freed = partial(loop.call_soon_threadsafe, self._freed, use)
+                await self._ask(partial(AdapterTiers.unload, version=use.adapter.version, on_freed=freed))
 
     def _freed(self, use: _Use) -> None:
         """Or wanted again before its last request had ended; then its files stay."""
         self._unloading.remove(use)
         if use.ref not in self._uses:
             logger.info("adapter %s is unloaded", use.ref.adapter_id)
-            self._finder.look(lambda: self._store.remove(use.ref))
+            self._finder.look(lambda: self._store.remove(use.ref, use.path))
 
     async def _unpin(self, ref: AdapterRef) -> None:
         use = self._uses.get(self._key(ref))

@@ -105,10 +105,10 @@ class AdapterStore:
         self._failures.drop(lambda asker: asker[0] == key)
         self._readers.drop(lambda asker: asker[0] == key)
 
-    def remove(self, ref: AdapterRef) -> None:
-        """Deletes its download. Folders of the configured roots are never touched."""
+    def remove(self, ref: AdapterRef, path: str = "") -> None:
+        """Deletes its download. Folders of the configured roots are never touched. path: of a merge, which nothing else tells."""
         self.forget(ref)
-        self._cache.remove(self._key(ref))
+        self._cache.remove(self._key(ref, path))
         self._stale.discard(self._key(ref))
 
     def is_local(self, ref: AdapterRef) -> bool:
@@ -120,16 +120,18 @@ class AdapterStore:
         name = place.address if place.source == "local" and not ref.merge else ref.adapter_id
         return AdapterRef(adapter_id=name, source=ref.source, revision=ref.revision, merge=ref.merge)
 
-    def disk_bytes(self, ref: AdapterRef) -> int:
-        return self._cache.num_bytes(self._key(ref))
+    def disk_bytes(self, ref: AdapterRef, path: str = "") -> int:
+        return self._cache.num_bytes(self._key(ref, path))
 
     def is_private(self, ref: AdapterRef) -> bool:
         """Whether it is here and not for everybody."""
         entry = self._cache.entry(self._key(ref))
         return entry is not None and entry.is_private
 
-    def _key(self, ref: AdapterRef) -> str:
+    def _key(self, ref: AdapterRef, path: str = "") -> str:
         """Of a reference that means nothing: one that nothing is kept under."""
+        if ref.merge and path:
+            return Path(path).parent.name
         try:
             return place_of(ref, self._default_source).key
         except InvalidRequest:

@@ -9,6 +9,7 @@ import logging
 import os
 import time
 from collections.abc import Callable, Collection
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -92,7 +93,8 @@ class Driver:
             await self._generate(generation, None, reply)
             return
         try:
-            adapter = await self._adapters.find(generation.adapter)
+            acknowledge = partial(self._engine.acknowledge, generation.request_id, reply)
+            adapter = await self._adapters.find_patiently(generation.adapter, acknowledge)
         except LorayError as error:
             return self._engine.refuse(generation.request_id, error, reply)
         with self._adapters.counted(generation.adapter, adapter) as note:

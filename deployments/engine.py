@@ -83,6 +83,10 @@ class Engine:
         """Answer a request that ended before it reached the scheduler."""
         self._post(lambda: self._outgoing.append((reply, TokenEvent(request_id, error=type(error).__name__, message=error.message))))
 
+    def acknowledge(self, request_id: str, reply: Address) -> None:
+        """Tell whoever waits that the request is in good hands, though it takes its time to reach the scheduler."""
+        self._post(lambda: self._outgoing.append((reply, TokenEvent(request_id))))
+
     def abort(self, request_id: str) -> None:
         self._post(lambda: self._abort(request_id))
 

@@ -18,6 +18,8 @@ from loray.deployments.middleware import KeyCheck, Limits, RequestRecord
 from loray.deployments.service import Service
 from loray.deployments.tracing import Tracing, otlp_exporter
 
+METRICS: dict[str, Any] = {"content": {"text/plain": {"schema": {"type": "string"}}, "application/json": {"schema": {"type": "array"}}}}
+
 
 def make_app(service: Service, answers_request_id: bool = True) -> FastAPI:
     """`answers_request_id`: unless whoever stands in front writes X-Request-Id into the answers."""
@@ -97,18 +99,18 @@ def _routing_error(request: Request, error: HTTPException) -> Response:
 
 
 def _add_health(app: FastAPI, service: Service) -> None:
-    @app.get("/", tags=["health"])
+    @app.get("/", tags=["health"], response_class=Response)  # the class: OpenAPI shows an empty body
     @app.head("/", include_in_schema=False)
-    @app.get("/health", tags=["health"])
+    @app.get("/health", tags=["health"], response_class=Response)
     @app.head("/health", include_in_schema=False)
-    @app.get("/ping", tags=["health"])
+    @app.get("/ping", tags=["health"], response_class=Response)
     @app.head("/ping", include_in_schema=False)
     async def health() -> Response:
         """200 when tokens can be made, else 503."""
         await service.check_health()
         return Response()
 
-    @app.get("/startup", tags=["health"])
+    @app.get("/startup", tags=["health"], response_class=Response)
     async def startup() -> Response:
         """200 once a real generation has worked."""
         await service.check_started()
@@ -121,7 +123,7 @@ def _add_descriptions(app: FastAPI, service: Service) -> None:
         """The model and the limits."""
         return service.info()
 
-    @app.get("/metrics", tags=["description"], response_model=None)
+    @app.get("/metrics", tags=["description"], response_class=Response, responses={200: METRICS})
     async def metrics(request: Request) -> Response:
         """Prometheus text, or JSON if asked for. One ingress replica answers, for itself and for the driver."""
         stats, _ = await asyncio.gather(service.driver_stats(), service.measure_adapters())

@@ -18,7 +18,8 @@ from loray.deployments.adapters import Adapter
 from loray.deployments.config import AdapterArgs
 from loray.deployments.engine import ABORTED, Engine
 from loray.deployments.errors import AdapterFailed, AdapterNotFound, Overloaded
-from loray.deployments.request import AdapterRef
+from loray.deployments.request import AdapterRef, MergeRecipe
+from loray.models.merging import MergeMethod, merge_adapters
 from tests.deployments.peft_folder import SHAPES, save_folder
 from tests.deployments.rank_in_process import PAGE_BYTES, RankInProcess, start_engine
 
@@ -39,8 +40,8 @@ class Store(AdapterStore):
             assert self.door.wait(SECONDS)
         return super().find(ref)
 
-    def remove(self, ref: AdapterRef) -> None:
-        super().remove(ref)
+    def remove(self, ref: AdapterRef, path: str = "") -> None:
+        super().remove(ref, path)
         self.removed.append(ref.adapter_id)
 
 
@@ -199,6 +200,42 @@ def test_what_admins_want_is_done_once(service: AdapterService, steps: RankInPro
         await gone(service, "small")
         assert set(await statuses(service)) == {"large"}
         while store.removed != ["small"]:
+            await asyncio.sleep(0.01)
+
+    run(work())
+
+
+def test_who_waits_for_a_slow_adapter_is_told_so_and_gets_it(
+    service: AdapterService, store: Store, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    told: list[str] = []
+    monkeypatch.setattr(adapter_service, "SLOW_S", 0.01)
+    store.held = "small"
+
+    def on_slow() -> None:
+        told.append("slow")
+        store.door.set()
+
+    assert run(service.find_patiently(ref("small"), on_slow)).adapter_id == "small" and told == ["slow"]
+
+
+def test_unloading_a_merge_by_its_name_frees_its_tiers_and_its_files(service: AdapterService, store: Store, tmp_path: Path) -> None:
+    def merge(folders: Any, weights: Any, method: dict[str, Any], shapes: Any, out: Path) -> None:
+        merge_adapters(folders, weights, MergeMethod(**method), shapes, out)
+
+    store.merge = merge  # the real one, in this process
+    name, files = "merge of small, large", "cache/merge-*/*/adapter_model.safetensors"
+
+    async def work() -> None:
+        for weights in ((0.5, 0.5), (1.0, 1.0)):  # both go by one name
+            recipe = MergeRecipe(adapter_ids=("small", "large"), weights=weights)
+            await service.load(AdapterRef(adapter_id=name, merge=recipe))
+        merges = [status for status in await service.statuses() if status.adapter_id == name]
+        assert [status.state for status in merges] == ["host", "host"] and all(status.disk_bytes for status in merges)
+        assert len(list(tmp_path.glob(files))) == 2
+        await Admin(service).change("unload", name)
+        await gone(service, name)
+        while list(tmp_path.glob(files)):
             await asyncio.sleep(0.01)
 
     run(work())

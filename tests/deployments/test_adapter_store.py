@@ -366,6 +366,18 @@ def test_a_token_that_was_confirmed_is_not_asked_about_again_until_its_time_is_o
         later.find(with_token("hf_one"))
 
 
+def test_after_a_reload_every_token_is_asked_about_again(world: World) -> None:
+    world.hub.readers["org/small"] = {"hf_one", "hf_two"}
+    store = world.store()
+    for token in ("hf_one", "hf_two"):
+        store.find(with_token(token))
+    store.forget(HUB)
+    world.hub.readers["org/small"] = {"hf_one"}
+    store.find(with_token("hf_one"))
+    with pytest.raises(AdapterNotFound):
+        store.find(with_token("hf_two"))
+
+
 def test_who_waits_for_the_download_of_another_needs_a_token_of_his_own(world: World) -> None:
     world.hub.readers["org/small"] = {"hf_one"}
     held, released = threading.Event(), threading.Event()

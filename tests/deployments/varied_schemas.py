@@ -40,7 +40,8 @@ ENFORCEABLE: list[Any] = [
         {"minimum": 1000, "maximum": 2000.5}, {"minimum": -0.001, "exclusiveMaximum": 0},
     )],
     *[{"type": "string", **lengths} for lengths in (
-        {"minLength": 3}, {"maxLength": 4}, {"minLength": 2, "maxLength": 2}, {"maxLength": 0},
+        {"minLength": 3}, {"maxLength": 4}, {"minLength": 3, "maxLength": 600}, {"minLength": 20},
+        {"minLength": 2, "maxLength": 2}, {"maxLength": 0},
     )],
     {"type": "string", "minLength": 1, "maxLength": 30, "format": "uri"},
     *[{"type": "string", "pattern": pattern} for pattern in (

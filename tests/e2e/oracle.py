@@ -43,6 +43,13 @@ class Oracle:
         self._model.set_adapter(adapter_id)
         return self._model(input_ids=ids).logits[0]
 
+    def greedy(self, adapter_id: str, prompt_ids: list[int], num_new: int) -> list[int]:
+        """Whatever comes, an end too."""
+        token_ids = list(prompt_ids)
+        for _ in range(num_new):
+            token_ids.append(int(self.logits(adapter_id, token_ids)[-1].argmax()))
+        return token_ids[len(prompt_ids) :]
+
     def assert_greedy(self, adapter_id: str, prompt_ids: list[int], output_ids: list[int]) -> None:
         """Two tokens whose logits differ by less than float32 rounding are equally greedy."""
         assert_best(self.logits(adapter_id, prompt_ids + output_ids)[len(prompt_ids) - 1 : -1], output_ids, ROUNDING)

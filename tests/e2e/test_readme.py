@@ -1,4 +1,4 @@
-"""The README's own examples, copied from it and run against the shipped configuration."""
+"""The examples of the README and of docs/http.md, copied from there and run against the shipped configuration."""
 
 import json
 import re
@@ -16,7 +16,9 @@ pytestmark = pytest.mark.slow
 
 ROOT = Path(__file__).parents[2]
 README = (ROOT / "README.md").read_text()
-CURLS = re.findall(r"^curl .*?(?:\\\n.*?)*$", README, re.MULTILINE)
+CURL = re.compile(r"^curl .*?(?:\\\n.*?)*$", re.MULTILINE)
+CURLS = CURL.findall(README)
+HTTP_CURLS = CURL.findall((ROOT / "docs" / "http.md").read_text())
 PYTHON = re.findall(r"```python\n(from openai.*?)```", README, re.DOTALL)
 
 
@@ -45,6 +47,14 @@ def test_every_curl_line_is_answered_and_every_adapter_answers_differently(port:
     assert not any(mark in base for mark in ("Arr", "SELECT", "{"))
     (merged,) = [json.loads(text) for command, text in answers.items() if "merged_adapters" in command]
     assert merged["generated_text"]
+
+
+def test_the_examples_of_structured_output_and_tools_give_what_they_ask_for(port: int) -> None:
+    city, phone, tool = (json.loads(answer(command, port)) for command in HTTP_CURLS)
+    assert json.loads(city["choices"][0]["message"]["content"]).keys() == {"name", "coastal"}
+    assert re.fullmatch(r"[0-9]{3}-[0-9]{4}", phone["generated_text"])
+    (call,) = tool["choices"][0]["message"]["tool_calls"]
+    assert call["function"]["name"] == "weather" and json.loads(call["function"]["arguments"]).keys() == {"city"}
 
 
 def test_openais_client_example_runs(port: int) -> None:

@@ -27,7 +27,7 @@ POINT = {
 EVERY: dict[str, Any] = {
     "adapter_id": "a8",
     "adapter_source": "local",
-    "api_token": "nobody asks for it",
+    "api_token": "unneeded",
     "do_sample": True,
     "max_new_tokens": 12,
     "ignore_eos_token": True,
@@ -112,7 +112,9 @@ def test_every_parameter_at_once_is_honoured_by_every_door(clients: Clients, ora
     assert events[-1].generated_text == response.generated_text
 
 
-@pytest.mark.parametrize("name", ["seed", "temperature", "top_k", "top_p", "typical_p", "repetition_penalty", "watermark", "truncate", "adapter_id"])
+@pytest.mark.parametrize(
+    "name", ["seed", "temperature", "top_k", "top_p", "typical_p", "repetition_penalty", "watermark", "truncate", "adapter_id"]
+)
 def test_each_parameter_alone_changes_what_comes(clients: Clients, name: str) -> None:
     """Strong values, so that none can hide."""
     strong = {"seed": 6, "temperature": 0.2, "top_k": 2, "top_p": 0.1, "typical_p": 0.1, "repetition_penalty": 5.0, "watermark": True}
