@@ -6,6 +6,8 @@ Ray calls set it up; after `run` it listens to the driver's steps alone, and nev
 import logging
 import os
 import socket
+import threading
+import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
@@ -24,6 +26,8 @@ if TYPE_CHECKING:  # imported when a rank loads: the driver, which makes ranks, 
     from loray.models.runner import Runner
 
 logger = logging.getLogger("loray.rank")
+
+READ_AHEAD_S = 10.0
 
 
 class RankSpec(msgspec.Struct, frozen=True):
@@ -100,6 +104,7 @@ class Rank:
         receiver = StepReceiver(steps)
         loader = HostLoader(self._runner.host_adapters, host_reports, self._rank)
         start_rank_heartbeat(heartbeat, self._rank, self._exit)
+        threading.Thread(target=self._read_ahead, name="read-ahead", daemon=True).start()
         while True:
             step = receiver.receive()
             loader.prepare(step)
@@ -107,6 +112,14 @@ class Rank:
             if self._rank == 0:
                 receiver.reply(result)
             loader.drop(step)
+
+    def _read_ahead(self) -> None:
+        """What the first grammar needs and takes seconds to read: no sequence is to wait for it, nor the first answers of all."""
+        time.sleep(READ_AHEAD_S)
+        try:
+            self._runner.grammars.vocabulary()
+        except Exception as error:  # those who ask for a grammar are told
+            logger.warning("structured output can't be served: %s", error)
 
     def _exit(self) -> None:
         logger.error("the driver is silent; exiting")

@@ -8,6 +8,7 @@ from loray.deployments.backend import Backend
 from loray.deployments.errors import TemplateError
 from loray.deployments.expiring import Expiring
 from loray.deployments.request import AdapterRef
+from loray.deployments.template_renderer import TemplateRenderer
 from loray.deployments.tokenizer import Tokenizer
 
 LIFETIME_S = 10.0  # after which a replaced adapter's template counts
@@ -19,6 +20,7 @@ class ChatTemplates:
         self._tokenizer = tokenizer
         self._backend = backend
         self._configured = configured_template(configured) if configured else ""
+        self._strangers = TemplateRenderer(tokenizer.special_tokens)
         self._of_adapters: Expiring[AdapterRef, str] = Expiring(LIFETIME_S, MAX_REMEMBERED)
 
     async def prompt_ids(self, messages: list[dict[str, Any]], tools: list[tool_format.Tool], adapter: AdapterRef | None) -> list[int]:
@@ -31,6 +33,8 @@ class ChatTemplates:
             messages = [message | {"role": "system"} if message["role"] == "developer" else message for message in messages]
         if not tool_format.is_spoken_by(template):
             messages, tools = tool_format.described(messages, tools), []
+        if template not in (self._configured, self._tokenizer.chat_template(bool(tools))):  # a stranger's
+            return await self._tokenizer.encode_rendered(await self._strangers.render(template, messages, tools))
         return await self._tokenizer.encode_chat(messages, tools, template)
 
     async def _of(self, adapter: AdapterRef) -> str:

@@ -1,15 +1,8 @@
-"""A process that compiles grammars, one at a time: what it reads may keep xgrammar busy for ever, fill the memory or crash it.
-
-Run as `python -m loray.deployments.grammar_worker FD`. Its parent kills it when it takes too long; without a parent it ends."""
+"""A process that compiles grammars, one at a time: what it reads may keep xgrammar busy for ever, fill the memory or crash it."""
 
 import json
-import math
 import os
-import resource
-import signal
-import sys
 from collections.abc import Iterator
-from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +10,7 @@ import msgspec
 
 from loray.deployments.json_schema import enforceable
 from loray.deployments.json_schema_values import PLAIN_CHARACTER, Unenforceable, ascii_pattern
+from loray.deployments.worker_process import Work, work_for_parent
 from loray.models.grammar_vocabulary import grammar_vocabulary
 
 ANY_OBJECT = '{"type": "object"}'
@@ -25,8 +19,6 @@ ANY_OBJECT = '{"type": "object"}'
 class Start(msgspec.Struct, frozen=True):
     model_folder: str
     trust_remote_code: bool
-    max_memory_bytes: int  # beside what the process takes when it is ready
-    timeout_s: float
 
 
 class Job(msgspec.Struct, frozen=True):
@@ -39,40 +31,24 @@ class Outcome(msgspec.Struct, frozen=True):
     refusal: str = ""
 
 
-def main() -> None:
-    connection = Connection(int(sys.argv[1]))
-    start = msgspec.msgpack.decode(connection.recv_bytes(), type=Start)
-    compiler = _compiler(start)
+def _prepare(start: bytes) -> Work:
+    import xgrammar
+
+    args = msgspec.msgpack.decode(start, type=Start)
+    vocabulary = grammar_vocabulary(Path(args.model_folder), args.trust_remote_code)
+    compiler = xgrammar.GrammarCompiler(vocabulary, max_threads=1, cache_enabled=False)
     warnings = os.memfd_create("warnings")
     os.dup2(warnings, 2)  # xgrammar says on stderr what it is going to ignore
-    _limit_memory(start.max_memory_bytes)
-    connection.send_bytes(b"")  # ready
-    while True:
-        try:
-            job = msgspec.msgpack.decode(connection.recv_bytes(), type=Job)
-        except EOFError:
-            return
-        signal.alarm(math.ceil(start.timeout_s) + 1)  # ends this process if nobody is left to do it
+
+    def work(job: bytes) -> bytes:
         os.ftruncate(warnings, 0)
-        outcome = _outcome(compiler, job)
+        outcome = _outcome(compiler, msgspec.msgpack.decode(job, type=Job))
         said = os.pread(warnings, 500, 0).decode(errors="replace")
         if outcome.compiled and "Warning" in said:
             outcome = Outcome(refusal=_without_place(said))
-        connection.send_bytes(msgspec.msgpack.encode(outcome))
-        signal.alarm(0)
+        return msgspec.msgpack.encode(outcome)
 
-
-def _compiler(start: Start) -> Any:
-    import xgrammar
-
-    vocabulary = grammar_vocabulary(Path(start.model_folder), start.trust_remote_code)
-    return xgrammar.GrammarCompiler(vocabulary, max_threads=1, cache_enabled=False)
-
-
-def _limit_memory(max_bytes: int) -> None:
-    pages = int(Path("/proc/self/statm").read_text().split()[0])
-    limit = pages * resource.getpagesize() + max_bytes
-    resource.setrlimit(resource.RLIMIT_AS, (limit, limit))
+    return work
 
 
 def _outcome(compiler: Any, job: Job) -> Outcome:
@@ -149,4 +125,4 @@ def _without_place(message: str) -> str:
 
 
 if __name__ == "__main__":
-    main()
+    work_for_parent(_prepare)

@@ -3,29 +3,26 @@
 xgrammar can't be interrupted, so processes of their own do it (grammar_worker), which are killed when they take too long."""
 
 import asyncio
-import os
-import subprocess
-import sys
 import threading
 import time
 import zlib
 from collections import OrderedDict
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
-from multiprocessing import Pipe
 from pathlib import Path
 from typing import Literal
 
 import msgspec
 
 from loray.deployments.config import GrammarArgs
-from loray.deployments.errors import Incomplete, InvalidRequest, Overloaded
+from loray.deployments.errors import InvalidRequest, Overloaded
 from loray.deployments.grammar_worker import Job, Outcome, Start
+from loray.deployments.worker_process import WorkerLimits, WorkerLost, WorkerProcess, WorkerTooSlow
 
 GrammarKind = Literal["json_object", "json_schema", "regex", "ebnf", "structural_tag"]
+WORKER = "loray.deployments.grammar_worker"
 NUM_WORKERS = 2  # one that is stuck leaves one to the others
 MAX_PENDING = 64  # grammars that are being compiled or wait for it
-START_S = 120.0  # to import xgrammar, which takes torch along
 REMEMBER_FAILURE_S = 60.0  # what took too long once is not tried again for so long
 REFUSAL_BYTES = 1024  # of the cache, beside the text
 
@@ -45,19 +42,16 @@ class _Result:
     until: float = float("inf")  # seconds of the monotonic clock
 
 
-class WorkerLost(Exception):
-    """It died or was killed over a grammar. Says why; never leaves this file."""
-
-
 class Grammars:
     """For ranks that serve the model of the same folder."""
 
     def __init__(self, model_folder: Path | None, trust_remote_code: bool, args: GrammarArgs) -> None:
         self._args = args
-        start = Start(str(model_folder or ""), trust_remote_code, int(args.max_compile_bytes), args.compile_timeout_s)
+        limits = WorkerLimits(args.compile_timeout_s, int(args.max_compile_bytes))
+        start = msgspec.msgpack.encode(Start(str(model_folder or ""), trust_remote_code))
         self._threads = ThreadPoolExecutor(NUM_WORKERS, "grammars")
         self._lock = threading.Lock()  # over the three below, which the threads of the pool touch too
-        self._idle = [_Worker(start) for _ in range(NUM_WORKERS)]  # as many as threads, so that each finds one
+        self._idle = [WorkerProcess(WORKER, limits, start) for _ in range(NUM_WORKERS)]  # as many as threads, so that each finds one
         self._pending: dict[GrammarSpec, Future[_Result]] = {}
         self._cache = _Cache(args.cache_bytes)
 
@@ -100,9 +94,12 @@ class Grammars:
             worker = self._idle.pop()
         result = None
         try:
-            result = self._result(worker.compile(Job(spec.kind, spec.text)))
-        except WorkerLost as loss:
-            result = _Result(refusal=str(loss), until=time.monotonic() + REMEMBER_FAILURE_S)
+            answer = worker.ask(msgspec.msgpack.encode(Job(spec.kind, spec.text)))
+            result = self._result(msgspec.msgpack.decode(answer, type=Outcome))
+        except WorkerTooSlow:
+            result = _lost(f"takes more than {self._args.compile_timeout_s:g} s to compile (grammars.compile_timeout_s)")
+        except WorkerLost:
+            result = _lost("the grammar compiler did not survive it: it is nested too deep or takes too much memory")
         finally:
             with self._lock:
                 self._idle.append(worker)
@@ -118,6 +115,10 @@ class Grammars:
             size = f"{len(outcome.compiled)} bytes when compiled"
             return _Result(refusal=f"has {size}, more than grammars.max_compiled_bytes, {self._args.max_compiled_bytes}")
         return _Result(compiled=zlib.compress(outcome.compiled.encode()))
+
+
+def _lost(refusal: str) -> _Result:
+    return _Result(refusal=refusal, until=time.monotonic() + REMEMBER_FAILURE_S)
 
 
 class _Cache:
@@ -150,54 +151,3 @@ class _Cache:
 
 def _size(spec: GrammarSpec, result: _Result) -> int:
     return REFUSAL_BYTES + 4 * len(spec.text) + len(result.compiled)
-
-
-class _Worker:
-    """One process, started with its first grammar and again after each that it did not survive."""
-
-    def __init__(self, start: Start) -> None:
-        self._start = start
-        self._process: subprocess.Popen[bytes] | None = None
-
-    @property
-    def is_running(self) -> bool:
-        return self._process is not None and self._process.poll() is None
-
-    def compile(self, job: Job) -> Outcome:
-        """Raises WorkerLost."""
-        if not self.is_running:
-            self._launch()
-        timeout_s = self._start.timeout_s
-        try:
-            self._connection.send_bytes(msgspec.msgpack.encode(job))
-            if self._connection.poll(timeout_s):
-                return msgspec.msgpack.decode(self._connection.recv_bytes(), type=Outcome)
-        except (EOFError, OSError) as error:
-            self.stop()
-            raise WorkerLost("the grammar compiler did not survive it: it is nested too deep or takes too much memory") from error
-        self.stop()
-        raise WorkerLost(f"takes more than {timeout_s:g} s to compile (grammars.compile_timeout_s)")
-
-    def stop(self) -> None:
-        if self._process:
-            self._connection.close()
-            self._process.kill()
-            self._process.wait()
-            self._process = None
-
-    def _launch(self) -> None:
-        self.stop()
-        self._connection, theirs = Pipe()
-        command = [sys.executable, "-m", "loray.deployments.grammar_worker", str(theirs.fileno())]
-        env = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path)), "CUDA_VISIBLE_DEVICES": ""}
-        self._process = subprocess.Popen(command, pass_fds=[theirs.fileno()], env=env, stdin=subprocess.DEVNULL)
-        theirs.close()
-        try:
-            self._connection.send_bytes(msgspec.msgpack.encode(self._start))
-            if self._connection.poll(START_S):
-                self._connection.recv_bytes()
-                return
-        except (EOFError, OSError):
-            pass
-        self.stop()
-        raise Incomplete("the grammar compiler does not start; the ingress replica's log says why")

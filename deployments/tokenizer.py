@@ -41,6 +41,11 @@ class Tokenizer:
         return cls(AutoTokenizer.from_pretrained(folder, trust_remote_code=trust_remote_code), folder)
 
     @property
+    def special_tokens(self) -> dict[str, Any]:
+        """By name, as chat templates know them."""
+        return dict(self._tokenizer.special_tokens_map)
+
+    @property
     def vocab_size(self) -> int:
         return len(self._tokenizer)
 
@@ -60,10 +65,14 @@ class Tokenizer:
         return template or ""
 
     async def encode_chat(self, messages: list[dict[str, Any]], tools: list[dict[str, Any]], template: str) -> list[int]:
-        """The prompt that asks for the next assistant message. A template that is not the model's own may take its time."""
+        """The prompt that asks for the next assistant message. The template runs here: it is the model's own or the configured one."""
         num_chars = sum(len(message["content"]) for message in messages)
         is_long = num_chars > OFF_LOOP_CHARS or bool(tools) or template != self.chat_template(has_tools=False)
         return await _off_loop_if(is_long, lambda: self._encode_chat(messages, tools, template))
+
+    async def encode_rendered(self, text: str) -> list[int]:
+        """A prompt that a chat template wrote, its own special tokens included."""
+        return await _off_loop_if(len(text) > OFF_LOOP_CHARS, lambda: self._backend.encode(text, add_special_tokens=False).ids)
 
     def _encode_chat(self, messages: list[dict[str, Any]], tools: list[dict[str, Any]], template: str) -> list[int]:
         text = self._render(messages, tools, template)

@@ -52,7 +52,8 @@ class CausalLMRunner:
         # One column more: a row that runs one step beyond its end samples a token nobody reads.
         self._tokens = torch.zeros(max_running, max_total_tokens + 1, dtype=torch.int32, device=device)
         self._prompts = PromptLogprobs()
-        self._sampling = SlotSampling(self._tokens, GrammarMasks(model_path, options.trust_remote_code))
+        self.grammars = GrammarMasks(model_path, options.trust_remote_code)
+        self._sampling = SlotSampling(self._tokens, self.grammars)
         self._batches: list[PaddedBatch] = []  # each slot that has computed tokens is a row of exactly one
         self._block_users: dict[int, tuple[int, int]] = {}  # block id -> the slot it was last given to, and its admission
         self._num_admissions = [0] * max_running

@@ -1,6 +1,7 @@
 """Which tokens the grammar of each slot allows next. Knows neither logits' meaning nor the steps; a slot's failure is its own."""
 
 import hashlib
+import threading
 import zlib
 from collections import OrderedDict
 from collections.abc import Sequence
@@ -24,9 +25,17 @@ class GrammarMasks:
         self._model_path = model_path
         self._trust_remote_code = trust_remote_code
         self._vocabulary: TokenizerInfo | None = None
+        self._reading = threading.Lock()  # over the vocabulary, until it is there
         self._compiled: OrderedDict[bytes, CompiledGrammar] = OrderedDict()  # by hash, least recently used first
         self._matchers: dict[int, GrammarMatcher] = {}  # by slot
         self.failures: dict[int, str] = {}  # slot -> why its sequence cannot go on
+
+    def vocabulary(self) -> "TokenizerInfo":
+        """The first time it takes seconds, in which a rank would do nothing else. Any thread may ask for it before."""
+        with self._reading:
+            if self._vocabulary is None:
+                self._vocabulary = grammar_vocabulary(self._model_path, self._trust_remote_code)
+            return self._vocabulary
 
     def admit(self, slot: int, grammar: bytes, output_ids: Sequence[int]) -> None:
         """grammar: zlib of a compiled grammar's JSON, empty = none; output_ids: what was generated under it so far."""
@@ -98,11 +107,10 @@ class GrammarMasks:
     def _matcher(self, grammar: bytes) -> "GrammarMatcher":
         import xgrammar
 
-        if self._vocabulary is None:
-            self._vocabulary = grammar_vocabulary(self._model_path, self._trust_remote_code)
+        vocabulary = self.vocabulary()
         key = hashlib.sha256(grammar).digest()
         if key not in self._compiled:
-            self._compiled[key] = xgrammar.CompiledGrammar.deserialize_json(zlib.decompress(grammar).decode(), self._vocabulary)
+            self._compiled[key] = xgrammar.CompiledGrammar.deserialize_json(zlib.decompress(grammar).decode(), vocabulary)
         self._compiled.move_to_end(key)
         if len(self._compiled) > MAX_COMPILED:
             self._compiled.popitem(last=False)

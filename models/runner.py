@@ -55,7 +55,8 @@ class Runner:
         self._planner = Planner(self._slots, self._tokens, block_size, dtype, self._model.windows, self._lora.specials)
         self._pooler = Pooler()
         self._prompts = PromptLogprobs()
-        self._sampling = SlotSampling(self._tokens, GrammarMasks(model_path), parallel)
+        self.grammars = GrammarMasks(model_path)
+        self._sampling = SlotSampling(self._tokens, self.grammars, parallel)
         self._kv_cache: KVCache | None = None
 
     def report(self, memory_fraction: float) -> LoadReport:

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 from ray.exceptions import RayTaskError
 
+from loray.deployments import template_renderer
 from loray.deployments.adapter_service import AdapterService
 from loray.deployments.adapter_store import AdapterStore
 from loray.deployments.adapter_template import adapter_template
@@ -19,6 +20,7 @@ from loray.deployments.errors import AdapterFailed, AdapterNotFound, LorayError
 from loray.deployments.openai import OpenAIApi
 from loray.deployments.openai_request import ChatBody
 from loray.deployments.request import AdapterRef
+from loray.deployments.worker_process import WorkerLimits
 from tests.deployments.file_server import HubServer
 from tests.deployments.peft_folder import SHAPES, save_folder
 from tests.deployments.rank_in_process import PAGE_BYTES, RankInProcess, start_engine
@@ -199,3 +201,17 @@ def test_what_a_replica_says_of_the_adapter_reaches_the_caller(error: LorayError
 
     with pytest.raises(type(error), match=error.message):
         run(ask())
+
+
+def test_a_template_that_never_ends_or_fills_the_memory_fails_its_own_requests_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(template_renderer, "LIMITS", WorkerLimits(timeout_s=1.0, max_memory_bytes=64 << 20))
+    backend = saying("x")
+    forever = "{% for a in range(99999) %}{% for b in range(99999) %}{% endfor %}{% endfor %}"
+    huge = "{% set ns = namespace(t='aaaaaaaa') %}{% for a in range(40) %}{% set ns.t = ns.t + ns.t %}{% endfor %}{{ ns.t }}"
+    backend.templates |= {"forever": forever, "huge": huge, "good": f"good {ROLES}"}
+    service = service_of(backend)
+    body: dict[str, Any] = {"messages": [{"role": "user", "content": "hello"}]}
+    answers = {name: send(service, "POST", CHAT, json={**body, "model": name}) for name in ("forever", "huge", "forever", "good")}
+    assert {name: response.status_code for name, response in answers.items()} == {"forever": 400, "huge": 400, "good": 200}
+    assert "takes more than 1 s or too much memory" in answers["forever"].text and "chat template" in answers["huge"].text
+    assert str(HF.decode(backend.requests[-1].prompt_ids)) == "good [user]hello"

@@ -11,7 +11,6 @@ import pytest
 from loray.deployments import grammars as module
 from loray.deployments.errors import InvalidRequest, Overloaded
 from loray.deployments.grammars import Grammars, GrammarSpec
-from tests.deployments.scripted_backend import run
 from tests.deployments.tiny_grammars import grammars, random_text, read, shared_grammars
 from tests.deployments.varied_schemas import ENFORCEABLE, REFUSED
 
@@ -21,7 +20,7 @@ EXPLOSIVE = {"type": "object", "properties": {f"p{i}": {"type": "string"} for i 
 
 
 def compiled(kind: Any, text: str = "", of: Grammars | None = None) -> bytes:
-    return run((of or shared_grammars()).compile(GrammarSpec(kind, text), "response_format"))
+    return asyncio.run((of or shared_grammars()).compile(GrammarSpec(kind, text), "response_format"))
 
 
 def refusal(kind: Any, text: str, of: Grammars | None = None) -> str:
@@ -106,7 +105,7 @@ def test_a_schema_that_explodes_is_given_up_while_others_go_on(limited: Grammars
         with pytest.raises(InvalidRequest, match="takes more than 3 s to compile"):
             await exploding
 
-    run(both())
+    asyncio.run(both())
     assert compiled("json_schema", '{"type": "boolean"}', limited)
 
 
@@ -123,14 +122,14 @@ def test_sizes_are_limited(limited: Grammars) -> None:
 
 def test_one_schema_is_compiled_once_for_all_who_want_it(monkeypatch: pytest.MonkeyPatch) -> None:
     jobs = []
-    worker_compile = module._Worker.compile
-    monkeypatch.setattr(module._Worker, "compile", lambda self, job: jobs.append(job) or worker_compile(self, job))
+    worker_ask = module.WorkerProcess.ask
+    monkeypatch.setattr(module.WorkerProcess, "ask", lambda self, job: jobs.append(job) or worker_ask(self, job))
     spec = GrammarSpec("json_schema", '{"const": "once"}')
 
     async def many() -> list[bytes]:
         return await asyncio.gather(*(shared_grammars().compile(spec, "response_format") for _ in range(5)))
 
-    assert len(set(run(many()))) == 1
+    assert len(set(asyncio.run(many()))) == 1
     compiled(spec.kind, spec.text)
     assert len(jobs) == 1
 
@@ -145,7 +144,7 @@ def test_a_client_that_leaves_takes_nothing_from_those_who_wait_for_the_same() -
         leaving.cancel()
         return await staying
 
-    assert read(run(one_leaves()))
+    assert read(asyncio.run(one_leaves()))
 
 
 def test_grammars_beyond_the_bound_wait_nowhere(monkeypatch: pytest.MonkeyPatch) -> None:
