@@ -10,7 +10,7 @@ FOLDERS := deployments cluster models kernels
 SOURCES := $(FOLDERS) tests $(wildcard benchmarks examples)
 
 .DEFAULT_GOAL := help
-.PHONY: help serve test check lint bench bench-adapters soak venv clean
+.PHONY: help serve test check lint bench bench-adapters bench-http soak venv clean
 
 help:  ## list these commands
 	@sed -n 's/^\([a-z-]*\):.*## /\1\t/p' $(MAKEFILE_LIST) | expand -t 16
@@ -37,6 +37,9 @@ bench: $(STAMP)  ## measure speed on this machine's CPU beside its peers (VLLM=<
 
 bench-adapters: $(STAMP)  ## measure a thousand adapters, slow downloads and fairness on this machine's CPU (ARGS=<options of benchmarks/adapters.py>)
 	@$(BIN)/python -m benchmarks.adapters $(ARGS)
+
+bench-http: $(STAMP)  ## measure what a streamed token costs in ingress, driver and proxy on this machine's CPU (ARGS=<options of benchmarks/http_cost.py>)
+	@$(BIN)/python -m benchmarks.http_cost $(ARGS)
 
 soak: $(STAMP)  ## run for hours under load and faults
 	@RAY_AUTH_MODE=disabled $(BIN)/python -m pytest -q -m soak --timeout=0

@@ -19,6 +19,7 @@ from ray.serve.handle import DeploymentHandle, DeploymentResponse
 from loray.deployments.adapter_records import AdapterChange, Changed
 from loray.deployments.adapter_status import AdapterStatus
 from loray.deployments.errors import Incomplete, LorayError, Unhealthy, from_wire
+from loray.deployments.mailbox import Mailbox
 from loray.deployments.request import AdapterRef, GenerationRequest, TokenEvent
 from loray.deployments.token_channel import TokenReceiver
 
@@ -40,7 +41,7 @@ class DriverClient:
     def __init__(self, driver: DeploymentHandle, registry: DeploymentHandle) -> None:
         self._driver = driver
         self._registry = registry
-        self._events: dict[str, asyncio.Queue[TokenEvent | None]] = {}  # None: the Serve call has ended
+        self._events: dict[str, Mailbox] = {}  # None in it: the Serve call has ended
         self._receiver = TokenReceiver(ray.util.get_node_ip_address(), self._deliver)
         self._receiving = asyncio.create_task(self._receiver.run())
 
@@ -52,7 +53,7 @@ class DriverClient:
         losses = 0
         while True:
             request_id = f"{request.request_id}.{losses}.{len(output_ids)}"
-            if request.deadline_s:  # what a lost replica has used of it is used
+            if request.deadline_s and losses:  # what a lost replica has used of it is used
                 deadline_s = max(MIN_DEADLINE_S, request.deadline_s - (time.monotonic() - started))
             attempt = msgspec.structs.replace(request, request_id=request_id, output_ids=list(output_ids), deadline_s=deadline_s)
             try:
@@ -120,10 +121,10 @@ class DriverClient:
     async def _attempt(self, request: GenerationRequest) -> AsyncGenerator[TokenEvent, None]:
         """One request at one replica, to its last event."""
         address = self._receiver.address
-        events = self._events[request.request_id] = asyncio.Queue()
+        events = self._events[request.request_id] = Mailbox()
         response = self._driver.submit.remote(msgspec.msgpack.encode(request), address.endpoint, address.public_key)
         call = asyncio.create_task(_result(response))
-        call.add_done_callback(lambda _: events.put_nowait(None))
+        call.add_done_callback(lambda _: events.put(None))
         wait_s: float | None = ACCEPT_S
         is_done = False
         try:
@@ -153,7 +154,7 @@ class DriverClient:
     def _deliver(self, event: TokenEvent) -> None:
         events = self._events.get(event.request_id)
         if events is not None:  # else the request was given up here and its last tokens were on their way
-            events.put_nowait(event)
+            events.put(event)
 
 
 async def _result(response: DeploymentResponse) -> Any:

@@ -258,7 +258,7 @@ class Engine:
             sequence = self._sequences.get(request_id)
             if sequence and sequence.deadline <= now:  # else another of the same id
                 num_tokens, limit = sequence.num_output, sequence.request.deadline_s
-                self._fail(sequence, DeadlineExceeded(f"not finished within {limit:g} s: {num_tokens} tokens were generated"))
+                self._fail(sequence, DeadlineExceeded(f"not finished within {limit:.3g} s: {num_tokens} tokens were generated"))
         self._deadlines.forget_ended(self._sequences)
 
     def _wait_ms(self) -> int:

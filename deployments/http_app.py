@@ -10,6 +10,7 @@ from fastapi.responses import JSONResponse
 from prometheus_client import CONTENT_TYPE_LATEST
 from starlette.exceptions import HTTPException
 from starlette.middleware.cors import CORSMiddleware
+from starlette.routing import Match
 
 from loray.deployments import admin, error_shapes, native, openai
 from loray.deployments.error_shapes import ERROR_RESPONSES
@@ -95,7 +96,14 @@ def _routing_error(request: Request, error: HTTPException) -> Response:
     body: dict[str, Any] = {"error": message, "error_type": phrase.lower().replace(" ", "_")}
     if error_shapes.is_openai(request):
         body = {"error": {"message": message, "type": "invalid_request_error", "param": None, "code": None}}
-    return JSONResponse(body, error.status_code, error.headers)
+    headers = {"Allow": ", ".join(_allowed_methods(request))} if error.status_code == http.HTTPStatus.METHOD_NOT_ALLOWED else error.headers
+    return JSONResponse(body, error.status_code, headers)
+
+
+def _allowed_methods(request: Request) -> list[str]:
+    """All that the path knows. The router itself names those of the first of its routes alone."""
+    scopes = {method.value: {**request.scope, "method": method.value} for method in http.HTTPMethod}
+    return [name for name, scope in scopes.items() if any(route.matches(scope)[0] is Match.FULL for route in request.app.routes)]
 
 
 def _add_health(app: FastAPI, service: Service) -> None:

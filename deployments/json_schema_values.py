@@ -12,11 +12,30 @@ MAX_MULTIPLE_RANGE = 10_000  # integers between two bounds, where there is a mul
 GRID = Decimal(1_000_000)  # a number between bounds has at most six decimals
 # What a JSON string may hold without an escape, less surrogates, which are no text in UTF-8: in ASCII, of which xgrammar makes an
 # automaton, and plain, with which it counts. The automaton is ten times smaller on the wire, but takes long to make of large counts.
-ASCII_CHARACTER = r"[ !#-\[\]-\ud7ff\ue000-\u{10ffff}]"
+ASCII_CHARACTER = r"[ !#-\[\]-\u07fe\u0800-\ud7ff\ue000-\ufffe\u{10000}-\u{10ffff}]"
 PLAIN_CHARACTER = "[ !#-\\[\\]-\ud7ff\ue000-\U0010ffff]"
 MAX_AUTOMATON = 500  # characters; above it they are counted
 CHUNK = 8  # characters that are counted together: counting one by one takes more memory
 FORMATS = {"email", "date", "time", "date-time", "duration", "ipv4", "ipv6", "hostname", "uuid", "uri", "uri-reference", "uri-template"}
+# What follows stands within character classes. Of one that has two neighbours whose UTF-8 differs in length, xgrammar makes bytes that
+# are no UTF-8: so the last of each length but one, which hardly anybody writes, is left out, and with it go the surrogates.
+GAPS = r"\u07ff\ud800-\udfff\uffff"
+LONG = r"\uff00-\ufffe\u{10000}-\u{10ffff}"
+SPACES = r"\s\u0085\u00a0\u1680\u2000-\u200a\u2028\u2029\u202f\u205f\u3000\ufeff"  # ECMA's and Python's; xgrammar knows ASCII's
+# What stands for the shorthands of regular expressions: alone, in a class, in a negated class.
+ALONE = {
+    ".": rf"[^\n\r\u2028\u2029{GAPS}]",
+    r"\S": f"[^{SPACES}{GAPS}]",
+    r"\D": rf"[^\d{GAPS}]",
+    r"\W": rf"[^\w{GAPS}]",
+}
+IN_CLASS = {
+    r"\S": r"!-~\u00a1-\u07fe\u0800-\u167f\u1681-\u1fff\u200b-\u2027\u202a-\u202e\u2030-\u205e\u2060-\u2fff"
+    rf"\u3001-\ud7ff\ue000-\ufefe{LONG}",
+    r"\D": rf"\t-/:-\u07fe\u0800-\ud7ff\ue000-\ufeff{LONG}",
+    r"\W": rf"\t-/:-@\[-\^`{{-\u07fe\u0800-\ud7ff\ue000-\ufeff{LONG}",
+}
+IN_NEGATED = {r"\s": SPACES}
 
 
 class Unenforceable(ValueError):
@@ -60,7 +79,27 @@ def ascii_pattern(pattern: str, path: str) -> str:
         raise Unenforceable(path, f"pattern {pattern!r}: only plain and (?:…) groups can be enforced")
     if "^" in bare[1:] or "$" in bare[:-1]:
         raise Unenforceable(path, f"pattern {pattern!r}: ^ and $ can be enforced at its two ends only")
-    return "".join(char if char.isascii() else _escape(char) for char in pattern)
+    return "".join(char if char.isascii() else _escape(char) for char in _spelled_out(pattern))
+
+
+def _spelled_out(pattern: str) -> str:
+    """The same without shorthands that xgrammar takes for more than they are."""
+    result = ""
+    members: str | None = None  # of the character class that one is within, so far
+    for part in re.findall(r"\\.|.", pattern, flags=re.DOTALL):
+        if members is None:
+            result += ALONE.get(part, part)
+            members = "" if part == "[" else None
+        elif part == "]":
+            result += part
+            members = None
+        elif part == "^" and not members:
+            result += f"^{GAPS}"
+            members = part
+        else:
+            result += (IN_NEGATED if members.startswith("^") else IN_CLASS).get(part, part)
+            members += part
+    return result
 
 
 def _escape(char: str) -> str:

@@ -228,7 +228,7 @@ def make_router(service: Service) -> APIRouter:
     router = APIRouter(prefix="/v1", tags=["openai"], responses=ERROR_DOCS)
     bearer = caller_token(service.args.api_keys)
 
-    def hub_token(token: Annotated[str, Depends(bearer)]) -> str:
+    async def hub_token(token: Annotated[str, Depends(bearer)]) -> str:
         return token if token.startswith(HUB_TOKEN) else ""
 
     Token = Annotated[str, Depends(hub_token)]

@@ -79,3 +79,14 @@ class TokenEvent(msgspec.Struct, frozen=True, array_like=True):
     @property
     def is_last(self) -> bool:
         return bool(self.finish_reason or self.error)
+
+    def joined(self, later: "TokenEvent") -> "TokenEvent":
+        """Both as one. `later` has the tokens that come next."""
+        assert not self.is_last, "nothing comes after the last event"
+        return msgspec.structs.replace(
+            self,
+            token_ids=self.token_ids + later.token_ids,
+            logprobs=self.logprobs + later.logprobs,
+            alternatives=self.alternatives + later.alternatives,
+            finish_reason=later.finish_reason,
+        )

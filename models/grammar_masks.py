@@ -2,9 +2,11 @@
 
 import hashlib
 import threading
+import time
 import zlib
 from collections import OrderedDict
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -18,16 +20,21 @@ if TYPE_CHECKING:  # imported when the first grammar comes: few servers see one
     from xgrammar import CompiledGrammar, GrammarMatcher, TokenizerInfo
 
 MAX_COMPILED = 64  # grammars that are kept, whether or not anybody uses them
+# An ambiguous grammar takes longer with every token, one that counts far takes long, and all sequences wait. CPU seconds that it may take:
+TOKEN_S = 0.05  # for each token; a string of at most 400 characters takes 20 ms with a vocabulary of 49,000
+SAVED_S = 0.5  # beyond that, while it has not used them up
 
 
 class GrammarMasks:
-    def __init__(self, model_path: Path, trust_remote_code: bool = False) -> None:
+    def __init__(self, model_path: Path, trust_remote_code: bool = False, is_timed: bool = True) -> None:
+        self._is_timed = is_timed  # on one rank alone: clocks differ, and who answers must be the one to give up
         self._model_path = model_path
         self._trust_remote_code = trust_remote_code
         self._vocabulary: TokenizerInfo | None = None
         self._reading = threading.Lock()  # over the vocabulary, until it is there
         self._compiled: OrderedDict[bytes, CompiledGrammar] = OrderedDict()  # by hash, least recently used first
         self._matchers: dict[int, GrammarMatcher] = {}  # by slot
+        self._seconds_left: dict[int, float] = {}  # by slot, of those with a matcher
         self.failures: dict[int, str] = {}  # slot -> why its sequence cannot go on
 
     def vocabulary(self) -> "TokenizerInfo":
@@ -45,6 +52,7 @@ class GrammarMasks:
             return
         try:
             self._matchers[slot] = self._matcher(grammar)
+            self._seconds_left[slot] = SAVED_S
         except (RuntimeError, ValueError, OSError, zlib.error) as error:  # xgrammar's own errors are RuntimeErrors
             self.failures[slot] = f"the grammar can't be read: {error}"
         for token_id in output_ids:
@@ -63,8 +71,20 @@ class GrammarMasks:
         matcher = self._matchers.get(slot)
         if matcher is None or slot in self.failures or matcher.is_terminated():
             return
-        if not matcher.accept_token(token_id):
+        self._seconds_left[slot] = min(SAVED_S, self._seconds_left[slot] + TOKEN_S)
+        with self._timed(slot):
+            is_allowed = matcher.accept_token(token_id)
+        if not is_allowed:
             self.failures[slot] = f"the grammar does not allow token {token_id} where it was generated"
+
+    @contextmanager
+    def _timed(self, slot: int) -> Iterator[None]:
+        """A slot whose grammar takes too long fails."""
+        start = time.thread_time()
+        yield
+        self._seconds_left[slot] -= time.thread_time() - start
+        if self._is_timed and self._seconds_left[slot] < 0:
+            self.failures[slot] = f"the grammar takes too long: more than {1000 * TOKEN_S:g} ms a token; it is ambiguous, or counts too far"
 
     def mask(self, scores: Tensor, slots: Sequence[int], unwanted: Sequence[Sequence[int]]) -> None:
         """In place, [num_rows, vocab_size]: what the grammar of a row's slot does not allow becomes impossible. So does what is unwanted,
@@ -89,7 +109,8 @@ class GrammarMasks:
     def _fill(self, line: Tensor, slot: int, unwanted: Sequence[int]) -> None:
         """line: [words] of the bitmask."""
         try:
-            self._matchers[slot].fill_next_token_bitmask(line[None])
+            with self._timed(slot):
+                self._matchers[slot].fill_next_token_bitmask(line[None])
         except RuntimeError as error:
             self.failures[slot] = f"the grammar failed: {error}"
             line.fill_(-1)

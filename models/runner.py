@@ -55,7 +55,7 @@ class Runner:
         self._planner = Planner(self._slots, self._tokens, block_size, dtype, self._model.windows, self._lora.specials)
         self._pooler = Pooler()
         self._prompts = PromptLogprobs()
-        self.grammars = GrammarMasks(model_path)
+        self.grammars = GrammarMasks(model_path, is_timed=parallel.rank == 0)
         self._sampling = SlotSampling(self._tokens, self.grammars, parallel)
         self._kv_cache: KVCache | None = None
 

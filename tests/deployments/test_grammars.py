@@ -2,11 +2,12 @@
 
 import asyncio
 import json
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import jsonschema
 import pytest
+import xgrammar
 
 from loray.deployments import grammars as module
 from loray.deployments.errors import InvalidRequest, Overloaded
@@ -58,6 +59,35 @@ def test_a_json_object_is_any_object_and_nothing_else() -> None:
 def test_a_regular_expression_and_a_grammar_hold_from_end_to_end() -> None:
     assert random_text(compiled("regex", "a{3}-(b|c)"), 0) in ("aaa-b", "aaa-c")
     assert random_text(compiled("ebnf", 'root ::= "yes" | "no"'), 0) in ("yes", "no")
+
+
+def taken(pattern: str, texts: Sequence[str | bytes]) -> list[str | bytes]:
+    grammar = read(compiled("json_schema", json.dumps({"type": "string", "pattern": pattern})))
+    quoted = [b'"' + (text if isinstance(text, bytes) else text.encode()) + b'"' for text in texts]
+    return [text for text, string in zip(texts, quoted, strict=True) if xgrammar.GrammarMatcher(grammar).accept_string(string)]
+
+
+@pytest.mark.parametrize("pattern", [r"^\S$", r"^[\S]$", r"^[^\s]$", r"^[x[\S]$", r"^[a[]?\S$"])
+def test_spaces_beyond_ascii_are_spaces(pattern: str) -> None:
+    assert taken(pattern, " \u0085\u00a0\u2003\u3000\ufeffa日") == ["a", "日"]
+
+
+@pytest.mark.parametrize("pattern", ["^.$", r"^\S$", r"^\D$", r"^\W$", r"^[\S\D\W]$", "^[^x]$", "^[^^]$"])
+def test_what_is_no_utf8_is_no_character(pattern: str) -> None:
+    """A detokenizer would make several characters of such bytes."""
+    broken = [b"\xe0\x80\x80", b"\xe0\x9f\xbf", b"\xf0\x80\x80\x80", b"\xf0\x8f\xbf\xbf", b"\xed\xa0\x80", b"\xf4\x90\x80\x80"]
+    assert taken(pattern, [*broken, "\u00a1", "\u0800", "\U00010000", "🙂"]) == ["\u00a1", "\u0800", "\U00010000", "🙂"]
+
+
+def test_a_string_of_limited_length_has_whole_characters_only() -> None:
+    grammar = read(compiled("json_schema", json.dumps({"type": "string", "maxLength": 2})))
+    assert not any(xgrammar.GrammarMatcher(grammar).accept_string(b'"' + bad + b'"') for bad in (b"\xe0\x80\x80", b"\xf0\x80\x80\x80"))
+    assert xgrammar.GrammarMatcher(grammar).accept_string('"ࠀ🙂"') and not xgrammar.GrammarMatcher(grammar).accept_string('"abc"')
+
+
+def test_a_dot_is_no_new_line() -> None:
+    grammar = read(compiled("regex", "a.b"))
+    assert [text for text in ("a\nb", "axb", "a日b") if xgrammar.GrammarMatcher(grammar).accept_string(text)] == ["axb", "a日b"]
 
 
 def test_the_schemas_of_a_structural_tag_are_checked_too() -> None:

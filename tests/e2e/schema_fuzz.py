@@ -19,7 +19,6 @@ CHECK_NAMES = [
     "response_headers_conformance",
     "response_schema_conformance",
     "unsupported_method",
-    "allow_header_conformance",
 ]
 SHORT = {"max_new_tokens": 4, "details": True}
 GENERATION = {"inputs": "hello world", "parameters": SHORT}

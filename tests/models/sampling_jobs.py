@@ -25,11 +25,14 @@ def save_model(folder: Path) -> Path:
     return save_tiny_tokenizer(folder)
 
 
-def grammar(folder: Path, *, regex: str = "", schema: object = None) -> bytes:
+def grammar(folder: Path, *, regex: str = "", schema: object = None, ebnf: str = "") -> bytes:
     import xgrammar
 
     compiler = xgrammar.GrammarCompiler(grammar_vocabulary(folder), max_threads=1)
-    compiled = compiler.compile_regex(regex) if regex else compiler.compile_json_schema(json.dumps(schema), any_whitespace=False)
+    if ebnf:
+        compiled = compiler.compile_grammar(ebnf)
+    else:
+        compiled = compiler.compile_regex(regex) if regex else compiler.compile_json_schema(json.dumps(schema), any_whitespace=False)
     return zlib.compress(compiled.serialize_json().encode())
 
 

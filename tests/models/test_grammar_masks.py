@@ -17,6 +17,7 @@ from tests.models.rank_threads import ThreadGroup
 from tests.models.sampling_jobs import EOS_ID, VOCAB_SIZE, grammar, mixed_requests, play_mixed, play_unequally, save_model
 from tests.models.test_causal_lm import HostedConductor
 
+AMBIGUOUS = "root ::= x x x x x x x x\nx ::= [^b]* | x [^c]* x | x x [^d]* x x"
 PATTERNS = ["[0-9]{3}", "(yes|no)", "x[a-c]*y"]
 
 
@@ -96,6 +97,17 @@ def test_a_grammar_that_cannot_be_read_fails_its_own_request_alone(
     outputs = conductor.play([bad, *good], chunk=7)
     assert all("the grammar can't be read" in reason for reason in outputs[0].failures) and outputs[0].failures
     for found, expected in zip(outputs[1:], together, strict=False):
+        assert until_eos(found.token_ids) == until_eos(expected.token_ids) and not found.failures
+
+
+def test_an_ambiguous_grammar_fails_its_own_request_alone_before_others_wait_long(
+    folder: Path, conductor: Conductor, together: list[Output]
+) -> None:
+    sampling = Sampling(temperature=1.0, grammar=grammar(folder, ebnf=AMBIGUOUS), min_new_tokens=100, stop_ids=[EOS_ID])
+    slow = Request(prompt_of(9, 0, VOCAB_SIZE), sampling=sampling, num_new=100)
+    outputs = conductor.play([*mixed_requests(folder)[:2], slow])
+    assert any("takes too long" in reason for reason in outputs[2].failures)
+    for found, expected in zip(outputs[:2], together, strict=False):
         assert until_eos(found.token_ids) == until_eos(expected.token_ids) and not found.failures
 
 

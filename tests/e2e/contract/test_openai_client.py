@@ -208,9 +208,11 @@ def test_with_auto_the_model_answers_or_calls(client: openai.OpenAI, base: str) 
 
 @pytest.mark.parametrize("model", ["", "a4"])
 def test_the_client_parses_structured_answers(client: openai.OpenAI, base: str, model: str) -> None:
-    wanted: Any = {"model": model or base, "messages": HELLO, "response_format": Person, "seed": 2, "max_tokens": 300}
+    wanted: Any = {"model": model or base, "messages": HELLO, "response_format": Person, "seed": 2, "max_tokens": 300, "logprobs": True}
     answer = client.chat.completions.parse(**wanted)
     assert isinstance(answer.choices[0].message.parsed, Person) and answer.choices[0].finish_reason == "stop"
+    tokens = (answer.choices[0].logprobs and answer.choices[0].logprobs.content) or []
+    assert "".join(token.token for token in tokens) == answer.choices[0].message.content
     with client.chat.completions.stream(**wanted) as stream:
         kinds = {event.type for event in stream}
         assert stream.get_final_completion().choices[0].message.parsed == answer.choices[0].message.parsed

@@ -18,7 +18,7 @@ pytestmark = pytest.mark.slow
 
 NEW_TOKENS = 32
 FOR_EVER = 1900  # tokens that a neighbour would take
-TIMEOUT_S = 5  # far more than a case takes, far less than a neighbour
+TIMEOUT_S = 8  # far more than a case takes, far less than a neighbour
 SETTLED = 1e-4
 PROMPTS = ["hello world, this is", "a test", "grüße 日本語 🙂🙂 " * 9, "x", "user assistant system " * 20]
 ROWS = {"type": "array", "items": {"type": "integer", "minimum": 0, "maximum": 99}, "minItems": 20, "maxItems": 20}
@@ -144,6 +144,7 @@ def test_two_ranks_give_the_tokens_of_one_and_end_what_takes_too_long(
 ) -> None:
     settings = {"model": {"id": base}, "adapters": {"local_roots": [tiny_adapters]}, "tensor_parallel_size": 2}
     with start_app("pair", **settings, limits={"request_timeout_s": TIMEOUT_S}) as pair, ThreadPoolExecutor(len(alone)) as others:
+        assert_same(ask(pair, base, "grammar"), alone["grammar"], "the first grammar")  # for which the ranks read their vocabulary
         found = others.map(lambda name: ask(pair, base, name), alone)
         for name, tokens in zip(alone, found, strict=True):
             assert_same(tokens, alone[name], name)
@@ -155,7 +156,7 @@ def check_deadline(app: App) -> None:
     with neighbours(app, ["greedy", "all", "adapter", "sampled"] * 4) as streams:
         ends = [list(stream)[-1] for stream in streams]
     assert {end.get("error_type") for end in ends} == {"incomplete_generation"}
-    assert all(f"within {TIMEOUT_S} s" in end["error"] for end in ends)
+    assert not [end["error"] for end in ends if f"within {TIMEOUT_S} s" not in end["error"]]
     app.wait_until_idle()
 
 

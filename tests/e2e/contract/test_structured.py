@@ -21,6 +21,8 @@ MAX_TOKENS = 1000
 QUICK = 16  # schemas in `make test`
 # Choosing so many of so many names takes xgrammar minutes.
 EXPLOSIVE = {"type": "object", "properties": {f"p{i}": {"type": "string"} for i in range(1000)}, "minProperties": 300, "maxProperties": 600}
+# Quickly compiled, but with every token there are more ways to read what was written.
+AMBIGUOUS = 'root ::= x x x x x x x x "the end"\nx ::= [^b]* | x [^c]* x | x x [^d]* x x'
 Answer = tuple[str, str]  # text, and why it ended
 
 
@@ -79,12 +81,14 @@ def test_answers_in_every_form_are_valid(app: App) -> None:
     app.wait_until_idle()
 
 
-def test_good_bad_and_explosive_schemas_disturb_no_plain_stream(app: App, oracle: Oracle) -> None:
+def test_good_bad_and_explosive_forms_disturb_no_plain_stream(app: App, oracle: Oracle) -> None:
     """All of them new to the server, so that they are compiled while the streams run."""
     forms = [closed(**{f"field{i}": {"type": "integer", "minimum": i, "maximum": 10 * i}}) for i in range(1, AT_ONCE + 1)]
     plain = {"inputs": PROMPT, "parameters": {"max_new_tokens": 600, "ignore_eos_token": True, "details": True}}
+    ambiguous = {"inputs": PROMPT, "parameters": {"do_sample": True, "response_format": {"type": "ebnf", "grammar": AMBIGUOUS}}}
     with ThreadPoolExecutor(2 * AT_ONCE) as clients:
         beside = {name: clients.submit(app.post, "/generate", with_adapter(plain, name)) for name in ("", "a4", "a8")}
+        slow = clients.submit(app.post, "/generate", ambiguous)
         exploding = clients.submit(app.post, "/generate", native_body(EXPLOSIVE, 0, ""))
         bad = [clients.submit(app.post, path, native_body({"type": "strin"}, 0, "a4")) for path in ("/generate", "/generate_stream")]
         num_ended = clients.submit(check_valid, app, forms)
@@ -92,6 +96,7 @@ def test_good_bad_and_explosive_schemas_disturb_no_plain_stream(app: App, oracle
     for refused, word in [(exploding, "compile"), *((one, "type") for one in bad)]:
         assert refused.result().status_code == 422 and refused.result().json()["error_type"] == "validation"
         assert refused.result().json()["error"].startswith("response_format") and word in refused.result().json()["error"]
+    assert slow.result().json()["error_type"] == "incomplete_generation" and "takes too long" in slow.result().json()["error"]
     for name, answer in beside.items():
         output_ids = [token["id"] for token in answer.result().json()["details"]["tokens"]]
         oracle.assert_greedy(name, oracle.tokenizer(PROMPT)["input_ids"], output_ids)

@@ -1,0 +1,61 @@
+"""What waits for a slow reader is joined, and nothing is lost or moved."""
+
+import asyncio
+
+from loray.deployments.mailbox import Mailbox
+from loray.deployments.request import TokenEvent
+
+ACCEPTED = TokenEvent("r")
+
+
+def token(token_id: int, **fields: object) -> TokenEvent:
+    return TokenEvent("r", [token_id], [-float(token_id)], **fields)  # type: ignore[arg-type]
+
+
+async def taken(mailbox: Mailbox, num_items: int) -> list[TokenEvent | None]:
+    return [await asyncio.wait_for(mailbox.get(), 5) for _ in range(num_items)]
+
+
+def test_tokens_that_nobody_took_yet_are_one_event() -> None:
+    async def run() -> None:
+        mailbox = Mailbox()
+        first = token(1, alternatives=[[(1, -1.0)]], prompt_logprobs=[-0.5], queue_s=0.25)
+        for event in (ACCEPTED, first, token(2, alternatives=[[(7, -2.0)]]), token(3, alternatives=[[]], finish_reason="length")):
+            mailbox.put(event)
+        joined = TokenEvent(
+            "r",
+            [1, 2, 3],
+            [-1.0, -2.0, -3.0],
+            "length",
+            alternatives=[[(1, -1.0)], [(7, -2.0)], []],
+            prompt_logprobs=[-0.5],
+            queue_s=0.25,
+        )
+        assert await taken(mailbox, 2) == [ACCEPTED, joined]
+
+    asyncio.run(run())
+
+
+def test_an_error_and_the_end_of_the_call_keep_their_places() -> None:
+    async def run() -> None:
+        mailbox = Mailbox()
+        error = TokenEvent("r", error="Incomplete", message="why")
+        for item in (token(1), None, token(2), token(3), error):
+            mailbox.put(item)
+        two = TokenEvent("r", [2, 3], [-2.0, -3.0])
+        assert await taken(mailbox, 4) == [token(1), None, two, error]
+
+    asyncio.run(run())
+
+
+def test_a_reader_that_keeps_up_gets_every_event_at_once() -> None:
+    async def run() -> None:
+        mailbox = Mailbox()
+        for event in (token(1), token(2)):
+            waiting = asyncio.create_task(mailbox.get())
+            await asyncio.sleep(0)
+            assert not waiting.done()
+            mailbox.put(event)
+            assert await asyncio.wait_for(waiting, 5) == event
+
+    asyncio.run(run())
