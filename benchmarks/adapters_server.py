@@ -45,6 +45,10 @@ class Served(NamedTuple):
     device: str  # "cpu" | "cuda"
     dtype: str  # "auto" | "float32" | …
 
+    @property
+    def is_float32(self) -> bool:
+        return self.dtype == "float32" or (self.dtype == "auto" and self.device == "cpu")
+
 
 @contextmanager
 def serving(served: Served, **sections: dict[str, Any]) -> Iterator[None]:

@@ -25,7 +25,6 @@ NUM_IN_POOL, NUM_IN_HOST, NUM_CLIENTS = 16, 100, 16
 NUM_PROMPT, NUM_NEW = 20, 32
 WARM_UP = 1_000_000  # numbers from here on are prompts of no measured request
 POOL_MEMORY_SHARE = 0.4  # of what is free, that a pool for all may take
-COPY_SECONDS = "the server does not count the seconds of copying into the pool, nor what leaves it for a starved adapter"
 COUNTERS = (
     "adapter_loads_host_total",
     "adapter_load_host_seconds_total",
@@ -76,7 +75,7 @@ class ZipfBench:
             report: dict[str, Any] = measured(self._url, self._small_tiers)
         report["all in the pool"] = self._large_pool(tiers)
         report["tokens"] = self._check()
-        return {"adapters": len(self._ranks), **self._traffic(), **tiers.args, "copy_seconds": COPY_SECONDS, **report}
+        return {"adapters": len(self._ranks), **self._traffic(), **tiers.args, **report}
 
     def _make_adapters(self) -> None:
         zoo = Zoo(self._served.model, self._root)
@@ -140,7 +139,7 @@ class ZipfBench:
 
     def _check(self) -> dict[str, Any]:
         """In bfloat16 the neighbours in a batch may change a token; only float32 is exact enough to compare."""
-        if self._served.dtype != "float32":
+        if not self._served.is_float32:
             return {"left_out": "the model is not in float32"}
         small, large = self._outputs["small tiers"], self._outputs.get("large pool", {})
         equal = sum(small[number] == token_ids for number, token_ids in large.items())

@@ -10,6 +10,7 @@ from pathlib import Path
 
 from loray.deployments.adapters import Adapter
 from loray.deployments.errors import AdapterFailed, AdapterNotFound
+from loray.deployments.keyed_lock import KeyedLock
 from loray.models.adapter import PAGE_RANK, AdapterError, read_adapter, signature
 from loray.models.adapter_config import CONFIG_FILE
 from loray.models.adapter_header import WEIGHTS_FILE
@@ -25,6 +26,7 @@ class AdapterFiles:
         self._lora_shapes = lora_shapes
         self._validated: OrderedDict[str, Adapter] = OrderedDict()  # by path, most recently used last
         self._lock = threading.Lock()  # of _validated; never held while files are read
+        self._validating = KeyedLock()
 
     def find(self, adapter_id: str) -> Adapter:
         """The adapter as its files are now: a folder dropped in, replaced or removed since counts at once."""
@@ -34,15 +36,23 @@ class AdapterFiles:
         """The folder as an adapter. Its files are read only when they are not those of the last time."""
         try:
             files = signature(path)
-            with self._lock:
-                known = self._validated.get(str(path))
-            if known is None or known.signature != files:
-                known = self._validate(adapter_id, path, files)
+            known = self._known(path, files)
+            if known is None:
+                with self._validating.only_one(str(path)):  # else many would read the same new files at once
+                    known = self._known(path, files) or self._validate(adapter_id, path, files)
+                    self._remember(known)
         except (AdapterError, OSError) as error:
             reason = str(error).removeprefix(f"adapter {path.name!r}: ")
             raise AdapterFailed(f"adapter {adapter_id!r}: {reason}") from error
-        self._remember(known)
         return dataclasses.replace(known, adapter_id=adapter_id, page_ids=[])
+
+    def _known(self, path: Path, files: str) -> Adapter | None:
+        with self._lock:
+            known = self._validated.get(str(path))
+            if known is None or known.signature != files:
+                return None
+            self._validated.move_to_end(str(path))
+            return known
 
     def names(self) -> list[str]:
         """Every adapter that lies in a root."""

@@ -8,6 +8,7 @@ import hashlib
 from collections import Counter
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import AbstractContextManager, ExitStack
 from typing import Protocol, TypeVar
 
 from loray.deployments.adapters import Adapter
@@ -16,8 +17,14 @@ from loray.deployments.request import AdapterRef, MergeRecipe
 
 T = TypeVar("T")
 
-NUM_FINDERS = 256  # downloads and merges at once; most of the time few
-NUM_LOOKERS = 8  # for what is on this node
+NUM_FINDERS = 256  # downloads at once; most of the time few
+NUM_READERS = 64  # for folders on this node, whose files are read when they are new
+NUM_MERGES = 8  # that wait for their turn, or look whether they are on disk
+NUM_REMOVERS = 8  # a removal waits for the download of the same adapter
+NUM_LOOKERS = 8  # for questions that are answered at once
+
+
+Needed = Callable[[Adapter], AbstractContextManager[None]]  # as long as it is entered, the adapter's files stay on disk
 
 
 class Store(Protocol):
@@ -35,10 +42,14 @@ class Store(Protocol):
 
 
 class AdapterFinder:
-    def __init__(self, store: Store, max_waiting: int) -> None:
+    def __init__(self, store: Store, max_waiting: int, needed: Needed) -> None:
         self._store = store
         self._max_waiting = max_waiting  # for one adapter
+        self._needed = needed
         self._finders = ThreadPoolExecutor(NUM_FINDERS, "adapter-finder")
+        self._readers = ThreadPoolExecutor(NUM_READERS, "adapter-reader")
+        self._mergers = ThreadPoolExecutor(NUM_MERGES, "adapter-merger")
+        self._removers = ThreadPoolExecutor(NUM_REMOVERS, "adapter-remover")
         self._lookers = ThreadPoolExecutor(NUM_LOOKERS, "adapter-looker")
         self._searches: dict[AdapterRef, asyncio.Task[Adapter]] = {}  # of those that may take long
         self._num_waiting: Counter[str] = Counter()  # requests, by adapter id
@@ -62,6 +73,10 @@ class AdapterFinder:
             del self._searches[running]
         await self.look(lambda: self._store.forget(ref))
 
+    async def remove(self, ref: AdapterRef, path: str = "") -> None:
+        """Delete what of it is on disk and may go."""
+        await asyncio.get_running_loop().run_in_executor(self._removers, lambda: self._store.remove(ref, path))
+
     def look(self, work: Callable[[], T]) -> "asyncio.Future[T]":
         """For questions that need no source."""
         return asyncio.get_running_loop().run_in_executor(self._lookers, work)
@@ -80,15 +95,19 @@ class AdapterFinder:
             search.exception()  # told to those who wait, if there are any left
 
     async def _found(self, ref: AdapterRef) -> Adapter:
-        executor = self._lookers if self._store.is_local(ref) else self._finders
+        executor = self._readers if self._store.is_local(ref) else self._finders
         adapter = await asyncio.get_running_loop().run_in_executor(executor, lambda: self._store.find(ref))
         return _of_its_place(adapter)
 
     async def _merged(self, ref: AdapterRef, recipe: MergeRecipe) -> Adapter:
         refs = [AdapterRef(adapter_id=part, source=ref.source, api_token=ref.api_token) for part in recipe.adapter_ids]
-        parts = [await self._found(part) for part in refs]
-        work = asyncio.get_running_loop().run_in_executor(self._finders, lambda: self._store.merged(ref.adapter_id, parts, recipe))
-        return _of_its_place(await work)
+        parts: list[Adapter] = []
+        with ExitStack() as kept:
+            for part in refs:
+                parts.append(await self._found(part))
+                kept.enter_context(self._needed(parts[-1]))  # one part's download must not evict another
+            work = asyncio.get_running_loop().run_in_executor(self._mergers, lambda: self._store.merged(ref.adapter_id, parts, recipe))
+            return _of_its_place(await work)
 
 
 def _of_its_place(adapter: Adapter) -> Adapter:

@@ -58,13 +58,14 @@ class AdapterService:
     def __init__(self, store: Store, engine: Engine, max_waiting: int, page_bytes: int) -> None:
         self._store = store
         self._engine = engine
-        self._finder = AdapterFinder(store, max_waiting)
+        self._finder = AdapterFinder(store, max_waiting, self._needed)
         self._page_bytes = page_bytes
         self._loads = asyncio.Semaphore(NUM_LOADS)
         self._num_searches = 0
         self._uses: OrderedDict[AdapterRef, _Use] = OrderedDict()  # least recently used first
         self._unloading: list[_Use] = []  # until their last request has ended
         self._paths: Counter[str] = Counter()  # folder -> requests and loads that need its files
+        self._pinned: dict[AdapterRef, str] = {}  # folders of pinned adapters; replaced, never changed: other threads look at it
         self._records: dict[str, AdapterRecord] = {}  # what admins want, by adapter id
         self._started = time.time_ns() // 1_000_000  # as records are numbered
         self._tasks: set[asyncio.Task[None]] = set()
@@ -102,8 +103,8 @@ class AdapterService:
             return await self._finder.look(lambda: adapter_template(Path(adapter.path), ref.adapter_id))
 
     def in_use(self, path: str) -> bool:
-        """Whether a request needs the files in this folder. Any thread may ask."""
-        return path in self._paths
+        """Whether a request needs the files in this folder, or they are pinned. Any thread may ask."""
+        return path in self._paths or path in self._pinned.values()
 
     @contextmanager
     def counted(self, ref: AdapterRef, adapter: Adapter) -> Iterator[Callable[[str], None]]:
@@ -142,6 +143,8 @@ class AdapterService:
             async with self._loads:
                 with self._needed(adapter):
                     if is_wanted():
+                        if is_pinned:
+                            self._pinned = self._pinned | {self._key(ref): adapter.path}
                         await self._arrival(await self._ask(lambda tiers: tiers.pin(adapter) if is_pinned else tiers.load(adapter)))
         except LorayError as error:
             use.error = error.message
@@ -160,11 +163,15 @@ class AdapterService:
         for adapter_id, record in previous.items():
             if adapter_id not in wanted and record.is_pinned:
                 await self._unpin(record.ref)
-        for adapter_id, record in wanted.items():
+        for adapter_id, record in list(wanted.items()):
             known = previous.get(adapter_id)
             is_old_unload = not record.is_loaded and record.number < self._started  # done by those who were there
             if (known is None or known.number != record.number) and not is_old_unload:
-                await self._act(record, known)
+                try:
+                    await self._act(record, known)
+                except Exception:  # one that can't be done keeps nobody from the others
+                    logger.exception("adapter %s: what an admin wants of it can't be done; the next change tries again", adapter_id)
+                    self._records.pop(adapter_id)
 
     async def statuses(self) -> list[AdapterStatus]:
         uses, unloading = [*self._unloading, *self._uses.values()], set(self._unloading)
@@ -216,8 +223,9 @@ class AdapterService:
         """Of a merge: all that go by this name."""
         keys = [key for key in self._uses if key == self._key(ref) or (key.merge and key.adapter_id == ref.adapter_id)]
         uses = [self._uses.pop(key) for key in keys]
+        self._pinned = {known: path for known, path in self._pinned.items() if known not in keys}
         if not any(use.adapter for use in uses):
-            return await self._finder.look(lambda: self._store.remove(ref))
+            return await self._finder.remove(ref)
         loop = asyncio.get_running_loop()
         for use in uses:
             if use.adapter:
@@ -230,10 +238,12 @@ class AdapterService:
         self._unloading.remove(use)
         if use.ref not in self._uses:
             logger.info("adapter %s is unloaded", use.ref.adapter_id)
-            self._finder.look(lambda: self._store.remove(use.ref, use.path))
+            self._in_background(self._finder.remove(use.ref, use.path))
 
     async def _unpin(self, ref: AdapterRef) -> None:
-        use = self._uses.get(self._key(ref))
+        key = self._key(ref)
+        self._pinned = {known: path for known, path in self._pinned.items() if known != key}
+        use = self._uses.get(key)
         if use and use.adapter:
             version = use.adapter.version
             await self._ask(lambda tiers: tiers.unpin(version))

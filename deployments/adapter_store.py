@@ -115,10 +115,12 @@ class AdapterStore:
         return place_of(ref, self._default_source).source == "local"
 
     def named(self, ref: AdapterRef) -> AdapterRef:
-        """The reference without its token, and with a folder's name written in one way only."""
+        """The reference without its token, and with its source and a folder's name written in one way only."""
+        if ref.merge:
+            return msgspec.structs.replace(ref, api_token="")
         place = place_of(ref, self._default_source)
-        name = place.address if place.source == "local" and not ref.merge else ref.adapter_id
-        return AdapterRef(adapter_id=name, source=ref.source, revision=ref.revision, merge=ref.merge)
+        name = place.address if place.source == "local" else ref.adapter_id
+        return AdapterRef(adapter_id=name, source=place.source, revision=ref.revision)
 
     def disk_bytes(self, ref: AdapterRef, path: str = "") -> int:
         return self._cache.num_bytes(self._key(ref, path))
@@ -234,6 +236,9 @@ class AdapterStore:
                 self.merge(folders, weights, method, self._lora_shapes, folder / "merged")
             except AdapterError as error:
                 raise AdapterFailed(f"adapter {place.address!r}: {error}") from error
+            for part in parts:
+                if self._files.check(part.adapter_id, Path(part.path)).signature != part.signature:
+                    raise AdapterFailed(f"adapter {place.address!r}: {part.adapter_id!r} has changed while it was merged; try again")
             version = self._files.check(place.address, folder / "merged").version
             path = self._cache.publish(place.key, folder / "merged", Entry("", version, stamp="", is_private=False))
         return self._files.check(place.address, path)

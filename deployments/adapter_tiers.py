@@ -4,13 +4,19 @@ Pure bookkeeping: never touches tensors, files or Ray.
 """
 
 from collections.abc import Callable, Collection
+from pathlib import PurePath
 
 import msgspec
 
 from loray.deployments.adapter_status import TierUse
 from loray.deployments.adapters import Adapter, AdapterTable
 from loray.deployments.errors import AdapterFailed
+from loray.deployments.expiring import Expiring
 from loray.deployments.host_tier import HostTier
+from loray.models.step import HostCopy
+
+FAILURE_S = 10.0  # how long a failure is answered without trying again
+MAX_FAILURES = 1000
 
 
 class AdapterPlace(msgspec.Struct, frozen=True):
@@ -30,6 +36,7 @@ class AdapterTiers:
         self.table = table
         self.host = host
         self.has_new_pins = False  # those who wait may not fit any more
+        self._failures: Expiring[str, str] = Expiring(FAILURE_S, MAX_FAILURES)  # by version, why the ranks could not read it
         self._pinned: dict[str, Adapter] = {}  # by version; held here, so that they stay known
         self._leaving: dict[Adapter, list[Callable[[], object]]] = {}  # unloaded while in use -> whom to tell when they are gone
 
@@ -53,6 +60,13 @@ class AdapterTiers:
         self.host.want(adapter)
         return adapter
 
+    def failed(self, copy: HostCopy, error: str) -> tuple[Adapter, str]:
+        """Some rank could not read it. The adapter, and why, by its own name; for a while nobody has it read again."""
+        adapter = self.host.failed(copy, error)
+        adapter.error = error.replace(f"adapter {PurePath(copy.path).name!r}", f"adapter {adapter.adapter_id!r}", 1)
+        self._failures.put(adapter.version, adapter.error)
+        return adapter, adapter.error
+
     def _wanted(self, adapter: Adapter) -> Adapter:
         """One that was to leave stays; who waited for it to be gone is told that this is over."""
         self.check(adapter)
@@ -69,6 +83,7 @@ class AdapterTiers:
     def unload(self, version: str, on_freed: Callable[[], object] = lambda: None) -> None:
         """Free its pages and its host memory once its last request has ended; then, or when it is wanted again, `on_freed` is called."""
         self.unpin(version)
+        self._failures.drop(lambda known: known == version)
         adapter = self.table.find(version)
         if adapter is None:
             on_freed()
@@ -85,8 +100,10 @@ class AdapterTiers:
                 on_freed()
 
     def check(self, adapter: Adapter) -> None:
-        """Raises if it could never be served here."""
+        """Raises if it could never be served here, or failed a moment ago."""
         table, host = self.table, self.host
+        if failure := self._failures.get(adapter.version):
+            raise AdapterFailed(failure)
         if not table.could_place(adapter):
             pinned = f", {table.num_pinned_pages} of them pinned" if table.num_pinned_pages else ""
             raise AdapterFailed(

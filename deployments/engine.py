@@ -163,6 +163,8 @@ class Engine:
     def _send_next(self) -> bool:
         """The next step, or False when there is nothing to do."""
         plan = self._scheduler.schedule()
+        if self._scheduler.has_displaced:
+            self._fail_displaced()
         prepares, drops = self._tiers.host.take_orders()
         freed_pages = self._tiers.table.take_freed_pages()
         if plan is None and not prepares and not drops and not freed_pages:
@@ -222,10 +224,10 @@ class Engine:
         """Raises if this sequence could not wait, or never run, here."""
         scheduler = self._scheduler
         num_tokens = sequence.request.max_tokens
-        if len(scheduler.waiting) >= self._limits.max_waiting:
-            raise Overloaded(f"{len(scheduler.waiting)} requests are waiting already; try again")
         adapter_id = self._tiers.table.known(sequence.adapter).adapter_id if sequence.adapter else ""
         num_waiting = scheduler.num_waiting_of(adapter_id)
+        if len(scheduler.waiting) >= self._limits.max_waiting * (1 if num_waiting else 2):  # a full queue is of those who fill it
+            raise Overloaded(f"{len(scheduler.waiting)} requests are waiting already; try again")
         if num_waiting >= self._limits.max_waiting_of_adapter:
             raise Overloaded(f"{num_waiting} requests of {adapter_id or 'the base model'} are waiting already; try again")
         if scheduler.blocks.num_needed(num_tokens) > scheduler.blocks.num_blocks:
@@ -274,7 +276,7 @@ class Engine:
 
     def _fail_displaced(self) -> None:
         """Those who wait, and have no room any more beside what has been pinned since."""
-        self._tiers.has_new_pins = False
+        self._tiers.has_new_pins = self._scheduler.has_displaced = False
         for sequence in [s for s in self._sequences.values() if s.adapter and not s.adapter.page_ids]:
             try:
                 self._tiers.check(sequence.adapter)  # type: ignore[arg-type]
@@ -298,7 +300,8 @@ class Engine:
         self._counts.num_host_loads += 1
         self._counts.host_load_seconds += prepared.seconds
         if prepared.error:
-            self._fail_adapter(self._tiers.host.failed(prepared.copy, prepared.error), prepared.error)
+            adapter, reason = self._tiers.failed(prepared.copy, prepared.error)
+            self._fail_adapter(adapter, reason)
         else:
             self._tiers.host.arrived(prepared.copy, prepared.num_bytes, prepared.seconds)
 

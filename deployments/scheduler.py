@@ -60,6 +60,7 @@ class Scheduler:
         # A step has a token for each that runs, else a flood of decodes would leave nothing for prompts.
         self._free_slots = list(range(min(max_running, max_batch_tokens) - 1, -1, -1))
         self._leaving: set[Adapter] = set()  # the pool, for one that finds no pages
+        self.has_displaced = False  # an adapter left the pool while requests of it wait; what is pinned may keep it from coming back
 
     def num_waiting_of(self, adapter_id: str) -> int:
         return self.waiting.num_waiting_of(adapter_id)
@@ -277,6 +278,7 @@ class Scheduler:
         sequence.num_computed = sequence.num_published = 0
         if sequence.adapter in self._leaving and all(other.adapter is not sequence.adapter for other in self.running):
             self.adapters.discard(sequence.adapter)
+            self.has_displaced = True
 
     def _publish(self, sequence: Sequence) -> None:
         """Make its full blocks findable. Their content may still be on its way, but always ahead of any step that reads it."""

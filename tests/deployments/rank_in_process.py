@@ -34,6 +34,12 @@ class RankInProcess:
         self.lost_paths: set[str] = set()  # cannot be read into host memory
         self.prepared: list[HostCopy] = []
         self.dropped: list[HostCopy] = []
+        self.is_paused = threading.Event()
+        self._num_until_pause = 0
+
+    def pause_after(self, num_steps: int) -> None:
+        """Closes the gate by itself, and says so."""
+        self._num_until_pause = num_steps
 
     def send(self, step: Step) -> None:
         self.queue.append(step)
@@ -45,6 +51,10 @@ class RankInProcess:
         if self.queue and self.gate.is_set():
             step = self.queue.popleft()
             result = self.rank.execute(step)
+            self._num_until_pause -= 1
+            if self._num_until_pause == 0:
+                self.gate.clear()
+                self.is_paused.set()
             self.dropped += step.drops
             for copy in step.prepares:
                 if copy.path not in self.slow_paths:
@@ -59,9 +69,9 @@ class RankInProcess:
         self.on_prepared(Prepared(copy, PAGE_BYTES, 0.5, "torn" if copy.path in self.lost_paths else ""))
 
 
-def start_engine(steps: RankInProcess) -> Engine:
+def start_engine(steps: RankInProcess, max_running: int = 8) -> Engine:
     tiers = AdapterTiers(AdapterTable(NUM_PAGES), HostTier(HOST_BYTES, PAGE_BYTES))
-    scheduler = Scheduler(BlockPool(NUM_BLOCKS, BLOCK), tiers.table, max_batch_tokens=16, max_running=8)
+    scheduler = Scheduler(BlockPool(NUM_BLOCKS, BLOCK), tiers.table, max_batch_tokens=16, max_running=max_running)
     engine = Engine(scheduler, tiers, steps, eos_ids=[], limits=QueueLimits(3, 2))
     steps.on_prepared = engine.prepared
     engine.start(on_failure=lambda reason: pytest.fail(reason))

@@ -219,6 +219,40 @@ def test_who_waits_for_a_slow_adapter_is_told_so_and_gets_it(
     assert run(service.find_patiently(ref("small"), on_slow)).adapter_id == "small" and told == ["slow"]
 
 
+def test_what_an_admin_wants_and_can_not_be_done_keeps_nobody_from_the_rest(
+    service: AdapterService, store: Store, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(ref: AdapterRef, path: str = "") -> None:
+        raise OSError("no space left")
+
+    async def work() -> None:
+        wanted = AdapterSet()
+        wanted.change(AdapterChange(action="unload", ref=ref("gone")))
+        wanted.change(AdapterChange(action="load", ref=ref("large"), is_pinned=True))
+        with monkeypatch.context() as patch:
+            patch.setattr(store, "remove", full)
+            await service.apply(msgspec.msgpack.encode(wanted.snapshot()))
+        assert (await settled(service, "large")).is_pinned and not store.removed
+        await service.apply(msgspec.msgpack.encode(wanted.snapshot()))
+        assert store.removed == ["gone"], "the next time it was done"
+
+    run(work())
+
+
+def test_an_adapter_is_one_with_and_without_its_source(service: AdapterService) -> None:
+    async def work() -> None:
+        await Admin(service).change("load", "small", is_pinned=True)
+        await settled(service, "small")
+        adapter = await service.find(AdapterRef(adapter_id="small", source="local"))
+        (status,) = await service.statuses()
+        assert (status.source, status.is_pinned) == ("local", True)
+        assert service.in_use(adapter.path), "the files of what is pinned stay"
+        await Admin(service).change("unpin", "small")
+        assert not service.in_use(adapter.path)
+
+    run(work())
+
+
 def test_unloading_a_merge_by_its_name_frees_its_tiers_and_its_files(service: AdapterService, store: Store, tmp_path: Path) -> None:
     def merge(folders: Any, weights: Any, method: dict[str, Any], shapes: Any, out: Path) -> None:
         merge_adapters(folders, weights, MergeMethod(**method), shapes, out)

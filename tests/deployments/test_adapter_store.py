@@ -462,6 +462,21 @@ def test_a_merge_is_made_once_and_another_recipe_or_version_is_another_merge(wor
     assert stores[0].names() == [f"{world.web.url}/{name}" for name in ("a", "b", "c")]
 
 
+def test_a_merge_of_files_that_change_meanwhile_is_not_kept(world: World) -> None:
+    store, target = world.store(), world.folder / "local" / "part"
+    save_folder(target, 4, seed=5)
+
+    def merge_late(*args: Any) -> None:
+        save_folder(target, 4, seed=6)
+        merging([])(*args)
+
+    store.merge = merge_late
+    ref, recipe = AdapterRef(adapter_id="part"), MergeRecipe(adapter_ids=("part",), weights=(0.5,))
+    with pytest.raises(AdapterFailed, match="'part' has changed while it was merged"):
+        store.merged("half a part", [store.find(ref)], recipe)
+    assert not list((world.folder / "cache").glob("merge-*"))
+
+
 def test_a_merge_that_fails_says_so_and_leaves_nothing(world: World) -> None:
     merges: list[Path] = []
     store = world.store()

@@ -325,7 +325,7 @@ def test_an_adapter_that_is_being_read_holds_up_nobody_but_its_own(client: Clien
     assert client.tokens("slow") == greedy("slow", [1], 8)
 
 
-def test_an_adapter_that_no_rank_can_read_fails_its_own_requests_and_can_be_tried_again(
+def test_an_adapter_that_no_rank_can_read_fails_its_own_requests_and_is_tried_again_once_it_is_forgotten(
     client: Client, steps: RankInProcess, engine: Engine
 ) -> None:
     steps.lost_paths = {"torn"}
@@ -335,6 +335,9 @@ def test_an_adapter_that_no_rank_can_read_fails_its_own_requests_and_can_be_trie
     assert client.errors["1"] == "AdapterFailed" and client.tokens("2") == greedy("", [1], 8)
     assert engine.stats()["adapters_in_host"] == engine.stats()["adapter_host_bytes_used"] == 0
     steps.lost_paths = set()
+    client.submit("soon", [1], adapter=Adapter("torn", "torn", "torn", 1))
+    assert client.finish("soon")[-1].message == "torn" and len(steps.prepared) == 1, "nobody has it read again at once"
+    engine.call(lambda tiers: tiers.unload("torn")).result(5)
     client.submit("3", [1], adapter=Adapter("torn", "torn", "torn", 1))
     assert client.tokens("3") == greedy("torn", [1], 8) and client.errors["3"] == ""
 
@@ -419,3 +422,30 @@ def test_who_does_not_wait_for_the_engines_answer_harms_nobody(client: Client, e
     go.set()
     client.submit("r", [1])
     assert client.tokens("r") == greedy("", [1], 8)
+
+
+def test_who_waits_for_an_adapter_that_has_left_the_pool_and_fits_no_more_beside_a_pin_is_told(steps: RankInProcess) -> None:
+    engine = start_engine(steps, max_running=1)
+    client = Client(engine)
+    steps.gate.clear()
+    client.submit("x1", [1, 2, 3], 60, Adapter("x", "x", "x", 3))
+    client.submit("x2", [4, 5], 8, Adapter("x", "x", "x", 3))
+    steps.pause_after(6)
+    steps.gate.set()
+    assert steps.is_paused.wait(5)
+    engine.call(lambda tiers: tiers.pin(Adapter("y", "y", "y", 2))).result(5)
+    client.submit("y1", [7], 8, Adapter("y", "y", "y", 2))
+    steps.gate.set()
+    assert len(client.tokens("x1")) == 60 and len(client.tokens("y1")) == 8
+    assert "pinned" in client.finish("x2")[-1].message
+
+
+def test_a_queue_that_others_have_filled_still_takes_who_has_nobody_in_it(client: Client, steps: RankInProcess) -> None:
+    steps.gate.clear()
+    for name in "abc":
+        client.submit(name, [1], max_new_tokens=40, adapter=Adapter(name, name, name, NUM_PAGES))
+    client.submit("a again", [1], adapter=Adapter("a", "a", "a", NUM_PAGES))
+    client.submit("cold", [1])
+    steps.gate.set()
+    assert client.finish("a again")[-1].error == "Overloaded"
+    assert client.tokens("cold") == greedy("", [1], 8)
