@@ -9,11 +9,13 @@ from collections.abc import Sequence
 from loray.deployments.tokenizer import Tokenizer
 
 PROMPT_TAIL = 8  # tokens; enough for a word's leading space
+MAX_PENDING = 32  # tokens without a whole character; a character has four bytes, so these never become one
 BROKEN = "\ufffd"  # how the decoder writes bytes that are no character, or not yet
 
 
 class Detokenizer:
-    """The pieces, joined, are the decoded whole, less bytes at the end that never became a character."""
+    """The pieces, joined, are the decoded whole, less bytes at the end that never became a character. Many such bytes on end are given
+    out as they are."""
 
     def __init__(self, tokenizer: Tokenizer, prompt_ids: Sequence[int] = ()) -> None:
         self._tokenizer = tokenizer
@@ -42,7 +44,8 @@ class Detokenizer:
         if token_id in self._tokenizer.special_texts:
             return ""
         text = self._tokenizer.decode([*self._context_ids, *self._new_ids, token_id])
-        return "" if text.endswith(BROKEN) else text[self._context_len :]
+        is_hopeless = len(self._new_ids) >= MAX_PENDING
+        return "" if text.endswith(BROKEN) and not is_hopeless else text[self._context_len :]
 
     def flush(self) -> str:
         """What is left at the end of the sequence, less a cut character."""

@@ -1,6 +1,7 @@
 """How errors look on the wire: the native shape, and OpenAI's under /v1. Raises nothing, decides no outcome but the status."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping
+from itertools import islice
 from typing import Any
 
 from pydantic import BaseModel
@@ -11,6 +12,9 @@ from loray.deployments import request_log
 from loray.deployments.errors import AdapterNotFound, InvalidRequest, LorayError, Overloaded, TooLarge, Unauthorized
 
 UNION_TAGS = {"str", "int", "float", "bool", "list", "dict"}  # how pydantic names the branches of a union in a location
+MAX_ERRORS = 10  # of one request, that are told
+MAX_NAME_CHARS = 200  # a field's name may be the caller's own, and so may be part of a reason
+MAX_REASON_CHARS = 1000
 
 
 class NativeError(BaseModel):
@@ -91,10 +95,10 @@ def _headers(error: LorayError) -> dict[str, str]:
     return {"WWW-Authenticate": "Bearer"} if isinstance(error, Unauthorized) else {}
 
 
-def invalid_request(errors: Sequence[Mapping[str, Any]]) -> InvalidRequest:
-    """Of pydantic's errors: every field that is wrong, and why. The first is the `param`."""
+def invalid_request(errors: Iterable[Mapping[str, Any]]) -> InvalidRequest:
+    """Of pydantic's errors: the first fields that are wrong, and why. The first is the `param`."""
     reasons: dict[str, str] = {}
-    for error in errors:
+    for error in islice(errors, MAX_ERRORS):
         reasons.setdefault(_field(error), _reason(error))
     message = "; ".join(f"{name}: {reason}" if name else reason for name, reason in reasons.items())
     return InvalidRequest(message, param=next(iter(reasons)) or None)
@@ -105,7 +109,7 @@ def _field(error: Mapping[str, Any]) -> str:
     parts = [part for part in path if not _is_union_tag(part)]
     if error["type"] == "extra_forbidden" or not _is_union_tag(last):
         parts.append(last)
-    return ".".join(parts).encode("utf-8", "backslashreplace").decode()  # an unknown field's name may be anything
+    return _shortened(".".join(parts), MAX_NAME_CHARS).encode("utf-8", "backslashreplace").decode()  # an unknown one may be anything
 
 
 def _is_union_tag(part: str) -> bool:
@@ -116,5 +120,9 @@ def _reason(error: Mapping[str, Any]) -> str:
     if error["type"] == "extra_forbidden":
         return "unknown field"
     if error["type"] == "value_error":
-        return str(error["ctx"]["error"])
-    return error["msg"][0].lower() + error["msg"][1:]
+        return _shortened(str(error["ctx"]["error"]), MAX_REASON_CHARS)
+    return _shortened(error["msg"][0].lower() + error["msg"][1:], MAX_REASON_CHARS)
+
+
+def _shortened(text: str, max_chars: int) -> str:
+    return text if len(text) <= max_chars else text[:max_chars] + "…"

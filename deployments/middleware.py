@@ -19,7 +19,8 @@ from loray.deployments.tracing import Tracing, sane_traceparent
 
 logger = logging.getLogger(__name__)
 
-HEALTH_CHECKS = {"/", "/health", "/ping", "/startup"}  # GET only: POST / generates
+HEALTH_CHECKS = {"/", "/health", "/ping", "/startup"}  # GET and HEAD only: POST / generates
+LOOKING = ("GET", "HEAD")
 UNCOUNTED = HEALTH_CHECKS | {"/metrics"}  # must be answered just when the server is full
 CLIENT_GONE = "499"
 ADMIN = "/admin"
@@ -47,7 +48,7 @@ class KeyCheck:
         keys = self._admin if is_admin else self._inference
         if is_admin and not keys:
             return Forbidden("this server has no admin key: set api_keys.admin in its config to use /admin")
-        if not keys or (request.method == "GET" and path in HEALTH_CHECKS):
+        if not keys or (request.method in LOOKING and path in HEALTH_CHECKS):
             return None
         name = _key_name(request, keys)
         if name is None:
@@ -61,10 +62,10 @@ class KeyCheck:
 
 def _key_name(request: Request, keys: dict[str, str]) -> str | None:
     """Compares with every key, so that the time it takes tells nothing."""
-    sent = request.headers.get("authorization", "").encode()
+    scheme, _, sent = request.headers.get("authorization", "").partition(" ")
     found = None
     for name, key in keys.items():
-        if hmac.compare_digest(sent, f"Bearer {key}".encode()):
+        if hmac.compare_digest(sent.strip().encode(), key.encode()) and scheme.lower() == "bearer":
             found = name
     return found
 
@@ -85,7 +86,7 @@ class Limits:
         self._num_requests = 0
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] != "http" or (scope["method"] in ("GET", "HEAD") and routed_path(scope) in UNCOUNTED):
+        if scope["type"] != "http" or (scope["method"] in LOOKING and routed_path(scope) in UNCOUNTED):
             await self._app(scope, receive, send)
             return
         error = self._refusal(Headers(scope=scope))

@@ -3,9 +3,19 @@
 import json
 from typing import Annotated, Any, Literal, TypeVar
 
-from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationError, ValidationInfo, field_validator, model_validator
+from pydantic import (
+    AfterValidator,
+    BaseModel,
+    ConfigDict,
+    FailFast,
+    Field,
+    ValidationError,
+    ValidationInfo,
+    field_validator,
+    model_validator,
+)
 
-from loray.deployments.error_shapes import invalid_request
+from loray.deployments.error_shapes import MAX_ERRORS, invalid_request
 from loray.deployments.errors import InvalidRequest
 from loray.deployments.grammars import GrammarKind, GrammarSpec
 from loray.deployments.request import SOURCES, AdapterRef, MajoritySign, MergeRecipe, MergeStrategy
@@ -28,9 +38,21 @@ AdapterId = Annotated[Text, Field(min_length=1)]
 
 
 class Body(BaseModel):
-    """Wrong types and unknown fields are errors, never coerced or dropped. null is the default everywhere."""
+    """Wrong types and unknown fields are errors, never coerced or dropped. null is the default everywhere.
+
+    An error costs a thousand times what the byte did that makes it: lists are to end at their first (`FailFast`)."""
 
     model_config = ConfigDict(extra="forbid", strict=True, allow_inf_nan=False, use_attribute_docstrings=True, frozen=True)
+
+    @model_validator(mode="before")
+    @classmethod
+    def few_unknown_fields(cls, body: Any) -> Any:
+        """The first ones stand for all."""
+        if not isinstance(body, dict) or len(body) <= len(cls.model_fields) + MAX_ERRORS:
+            return body
+        names = {field.alias or name for name, field in cls.model_fields.items()}
+        unknown = [name for name in body if name not in names]
+        return {name: value for name, value in body.items() if name in names} | {name: body[name] for name in unknown[:MAX_ERRORS]}
 
 
 B = TypeVar("B", bound=Body)
@@ -39,8 +61,8 @@ B = TypeVar("B", bound=Body)
 class MergedAdapters(Body):
     """Several adapters as one. lorax-client always sends a density, so linear takes one too; it uses none."""
 
-    ids: list[AdapterId] = Field(min_length=1, max_length=MAX_MERGED)
-    weights: list[float] | None = None
+    ids: Annotated[list[AdapterId], FailFast()] = Field(min_length=1, max_length=MAX_MERGED)
+    weights: Annotated[list[float], FailFast()] | None = None
     """One for each id; each is 1 when not given."""
     merge_strategy: MergeStrategy | None = None
     """linear, when not given."""
@@ -147,7 +169,7 @@ class Parameters(Body):
     return_full_text: bool | None = None
     """Put the prompt before the text."""
     details: bool | None = None
-    stop: list[StopString] | None = Field(default=None, max_length=MAX_STOPS)
+    stop: Annotated[list[StopString], FailFast()] | None = Field(default=None, max_length=MAX_STOPS)
     truncate: int | None = Field(default=None, ge=1)
     """Keep the last so many tokens of the prompt."""
     best_of: int | None = Field(default=None, ge=1)
@@ -202,7 +224,7 @@ class EmbedBody(Body):
 
 
 class ClassifyBatchBody(Body):
-    inputs: list[Text] = Field(min_length=1)
+    inputs: Annotated[list[Text], FailFast()] = Field(min_length=1)
     parameters: EmbedParameters | None = None
     stream: Literal[False] | None = None
 

@@ -247,7 +247,7 @@ class Service:
             "model_sha": self.args.model.revision,
             "model_dtype": self.args.model.dtype,
             "model_device_type": self.args.device,
-            "max_concurrent_requests": scheduler.max_running + scheduler.max_waiting,
+            "max_concurrent_requests": self.args.limits.max_concurrent_requests,
             "max_best_of": self.args.limits.max_best_of,
             "max_stop_sequences": MAX_STOPS,
             "max_input_length": self.max_total_tokens - 1,

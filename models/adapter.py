@@ -6,9 +6,10 @@ tell, the ranks refuse when they read the tensors.
 
 import re
 from dataclasses import dataclass
+from math import prod
 from pathlib import Path
 
-from loray.models.adapter_config import CONFIG_FILE, AdapterConfig, AdapterError
+from loray.models.adapter_config import CONFIG_FILE, AdapterConfig, AdapterError, shown
 from loray.models.adapter_header import WEIGHTS_FILE, read_shapes
 
 __all__ = ["EMBEDDINGS", "HEAD", "PAGE_RANK", "WEIGHTS_FILE", "AdapterError", "AdapterModule", "AdapterSpec", "TrainedTokens"]
@@ -31,10 +32,12 @@ KINDS = {  # of a module's tensors; where PEFT leaves out the adapter's name, ot
 }
 LORA = {"lora_A", "lora_B", "lora_embedding_A", "lora_embedding_B", "bias of lora_B", "magnitude"}
 BIASES = {"bias under LoRA", "bias"}
+BYTES_OF_FLOAT = 4
 TENSOR_NAMES = {kind: re.compile(rf"(?P<module>.+?)\.{ending}") for kind, ending in KINDS.items()}
 
 Shapes = dict[str, tuple[int, int]]
 Tensors = dict[str, str]  # kind -> name, of one module
+Names = dict[str, str]  # of modules with LoRA, by path: what the adapter's own model calls them, which is what the config's patterns mean
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,6 +70,7 @@ class AdapterSpec:
     biases: dict[str, str]  # tensor [out_features] that replaces the linear's own
     tokens: dict[str, TrainedTokens]
     copies: dict[str, str]  # tensor that must be the base model's own weight, which PEFT saves beside LoRA on it
+    extra_bytes: int  # at most, of what a rank keeps of it beside its pages
 
 
 def read_adapter(folder: Path, lora_shapes: Shapes) -> AdapterSpec:
@@ -75,19 +79,20 @@ def read_adapter(folder: Path, lora_shapes: Shapes) -> AdapterSpec:
     try:
         config = AdapterConfig(folder / CONFIG_FILE)
         shapes = read_shapes(folder)
-        modules = _by_module(shapes, lora_shapes, config)
-        reader = _Reader(config, shapes, lora_shapes)
+        modules, names = _by_module(shapes, lora_shapes, config)
+        reader = _Reader(config, names, shapes, lora_shapes)
         loras = {path: reader.module(path, tensors) for path, tensors in modules.items() if _has_lora(tensors)}
         biases = {path: reader.bias(path, tensors) for path, tensors in modules.items() if BIASES & tensors.keys()}
         tokens = {path: reader.tokens(path, tensors) for path, tensors in modules.items() if "trained tokens" in tensors}
         copies = {path: reader.copy(path, tensors) for path, tensors in modules.items() if "weight under LoRA" in tensors}
-        beyond_pages = {path for path in loras if _is_embedding(path) or path == HEAD}
+        beyond_pages = {path for path in loras if not _is_linear(path)}
         if tokens and beyond_pages:
             raise AdapterError("trainable_token_indices together with LoRA on the embedding or the head is not supported")
     except AdapterError as error:
         raise AdapterError(f"adapter {folder.name!r}: {error}") from None
     ranks = [module.rank for path, module in loras.items() if path not in beyond_pages]
-    return AdapterSpec(max(ranks, default=1), loras, frozenset(beyond_pages), biases, tokens, copies)
+    extra_bytes = sum(_extra_bytes(path, tensors, shapes) for path, tensors in modules.items())
+    return AdapterSpec(max(ranks, default=1), loras, frozenset(beyond_pages), biases, tokens, copies, extra_bytes)
 
 
 def signature(folder: Path) -> str:
@@ -107,20 +112,39 @@ def _is_embedding(path: str) -> bool:
     return path.rpartition(".")[2] in EMBEDDINGS
 
 
-def _by_module(names: dict[str, tuple[int, ...]], lora_shapes: Shapes, config: AdapterConfig) -> dict[str, Tensors]:
+def _is_linear(path: str) -> bool:
+    return not _is_embedding(path) and path != HEAD
+
+
+def _extra_bytes(path: str, tensors: Tensors, shapes: dict[str, tuple[int, ...]]) -> int:
+    """As float32, the widest that a rank keeps; of a magnitude twice, for DoRA has the lengths of the rows beside it."""
+    in_pages = {"lora_A", "lora_B"} if _is_linear(path) else set()
+    kept = [kind for kind in tensors if kind not in in_pages | {"weight under LoRA"}]
+    return sum(prod(shapes[tensors[kind]]) * BYTES_OF_FLOAT * (2 if kind == "magnitude" else 1) for kind in kept)
+
+
+def _by_module(shapes: dict[str, tuple[int, ...]], lora_shapes: Shapes, config: AdapterConfig) -> tuple[dict[str, Tensors], Names]:
     modules: dict[str, Tensors] = {}
-    for name in names:
-        kind, module = _kind(name)
+    names: Names = {}
+    for tensor in shapes:
+        kind, module = _kind(tensor)
         path = _module_path(module, lora_shapes)
         if path is None:
-            raise AdapterError(f"tensor {name}: the base model has no module {module!r} that can carry LoRA{_hint(kind, module)}")
-        if kind in LORA and not any(config.is_targeted(known) for known in (path, module.removeprefix("base_model.model."))):
-            raise AdapterError(f"tensor {name}: the config does not target {path}, so PEFT would not read it")
+            raise AdapterError(f"tensor {tensor}: the base model has no module {module!r} that can carry LoRA{_hint(kind, module)}")
+        if kind in LORA and path not in names:
+            names[path] = _targeted_name(tensor, module, path, config)
         tensors = modules.setdefault(path, {})
         if kind in tensors:
-            raise AdapterError(f"tensors {tensors[kind]} and {name} are both {kind} of {path}")
-        tensors[kind] = name
-    return modules
+            raise AdapterError(f"tensors {tensors[kind]} and {tensor} are both {kind} of {path}")
+        tensors[kind] = tensor
+    return modules, names
+
+
+def _targeted_name(tensor: str, module: str, path: str, config: AdapterConfig) -> str:
+    for name in (module.removeprefix("base_model.model."), path):
+        if config.is_targeted(name, _is_linear(path)):
+            return name
+    raise AdapterError(f"tensor {tensor}: the config does not target {path}, so PEFT would not read it")
 
 
 def _kind(name: str) -> tuple[str, str]:
@@ -153,23 +177,22 @@ def _module_path(name: str, lora_shapes: Shapes) -> str | None:
 class _Reader:
     """Checks the tensors of one module after another against the config and the base model."""
 
-    def __init__(self, config: AdapterConfig, shapes: dict[str, tuple[int, ...]], lora_shapes: Shapes) -> None:
-        self._config, self._shapes, self._lora_shapes = config, shapes, lora_shapes
+    def __init__(self, config: AdapterConfig, names: Names, shapes: dict[str, tuple[int, ...]], lora_shapes: Shapes) -> None:
+        self._config, self._names, self._shapes, self._lora_shapes = config, names, shapes, lora_shapes
         self._is_native = any(_is_embedding(path) for path in lora_shapes)
 
     def module(self, path: str, tensors: Tensors) -> AdapterModule:
         config, (inputs, outputs) = self._config, self._lora_shapes[path]
         a, b = ("lora_embedding_A", "lora_embedding_B") if _is_embedding(path) else ("lora_A", "lora_B")
         self._check_kinds(path, tensors, a, b)
-        rank = config.rank(path)
+        rank = config.rank(self._names[path])
+        scale = config.scale(self._names[path], rank)
         self._check_shape(tensors[a], (rank, inputs), is_embedding=_is_embedding(path))
         self._check_shape(tensors[b], (outputs, rank), is_embedding=path == HEAD)
         for kind in ("bias of lora_B", "magnitude"):
             if kind in tensors:
                 self._check_shape(tensors[kind], (outputs,), is_embedding=path == HEAD)
-        return AdapterModule(
-            tensors[a], tensors[b], rank, config.scale(path), tensors.get("bias of lora_B", ""), tensors.get("magnitude", "")
-        )
+        return AdapterModule(tensors[a], tensors[b], rank, scale, tensors.get("bias of lora_B", ""), tensors.get("magnitude", ""))
 
     def bias(self, path: str, tensors: Tensors) -> str:
         """PEFT puts a module with LoRA around the base model's, whose bias it finds there and nowhere else."""
@@ -177,19 +200,21 @@ class _Reader:
         if kind not in tensors:
             name = next(tensors[other] for other in BIASES if other in tensors)
             raise AdapterError(f"tensor {name}: PEFT would not read it, for {path} has {'LoRA' if _has_lora(tensors) else 'no LoRA'}")
-        if _is_embedding(path) or path == HEAD:
+        if not _is_linear(path):
             raise AdapterError(f"tensor {tensors[kind]}: {path} has no bias")
         self._check_shape(tensors[kind], self._lora_shapes[path][1:])
         return tensors[kind]
 
     def tokens(self, path: str, tensors: Tensors) -> TrainedTokens:
         name, token_ids = tensors["trained tokens"], self._config.token_ids(path)
-        if not _is_embedding(path) and path != HEAD:
+        if _is_linear(path):
             raise AdapterError(f"tensor {name}: {path} has no tokens")
         inputs, outputs = self._lora_shapes[path]
         vocab_size, hidden_size = (inputs, outputs) if _is_embedding(path) else (outputs, inputs)
         if any(not 0 <= token_id < vocab_size for token_id in token_ids):
-            raise AdapterError(f"trainable_token_indices is {token_ids}, the base model has {vocab_size}: added tokens are not supported")
+            raise AdapterError(
+                f"trainable_token_indices is {shown(token_ids)}, the base model has {vocab_size}: added tokens are not supported"
+            )
         if len(set(token_ids)) < len(token_ids):
             raise AdapterError("trainable_token_indices names a token twice")
         self._check_shape(name, (len(token_ids), hidden_size))
@@ -197,7 +222,7 @@ class _Reader:
 
     def copy(self, path: str, tensors: Tensors) -> str:
         name, (inputs, outputs) = tensors["weight under LoRA"], self._lora_shapes[path]
-        if not _is_embedding(path) and path != HEAD:
+        if _is_linear(path):
             raise AdapterError(f"tensor {name}: a replaced weight of the base model is not supported")
         self._check_shape(name, (inputs, outputs) if _is_embedding(path) else (outputs, inputs), is_embedding=True)
         return name
@@ -218,7 +243,7 @@ class _Reader:
             raise AdapterError(f"tensor {tensors['bias of lora_B']}: lora_bias is not set, so PEFT would not read it")
         if self._config.use_dora and not self._is_native:
             raise AdapterError("use_dora: DoRA is not supported on a model that transformers runs")
-        if self._config.ensure_weight_tying and (_is_embedding(path) or path == HEAD):
+        if self._config.ensure_weight_tying and not _is_linear(path):
             raise AdapterError(f"ensure_weight_tying is set: LoRA on {path} shared with what is tied to it is not supported")
 
     def _check_shape(self, name: str, wanted: tuple[int, ...], is_embedding: bool = False) -> None:

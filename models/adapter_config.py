@@ -4,10 +4,16 @@ import json
 import math
 import re
 from pathlib import Path
+from reprlib import Repr
 from typing import Any
 
+from loray.models.bounded_patterns import Pattern, PatternBudget, PatternError
+
 CONFIG_FILE = "adapter_config.json"
+MAX_CONFIG_BYTES = 1 << 20
 MAX_NUMBER = 1e30  # beyond it a scale is no float32 any more
+MAX_NAMES = 4096  # of modules, in one field
+MAX_SECONDS = 1.0  # of a processor, for everything that one adapter's patterns are asked
 REFUSED_FIELDS = {  # field -> what it is; any value but null, false or empty is refused
     "modules_to_save": "a module trained as a whole",
     "target_parameters": "LoRA on bare parameters",
@@ -20,7 +26,13 @@ REFUSED_FIELDS = {  # field -> what it is; any value but null, false or empty is
     "monteclora_config": "MonteCLoRA",
     "arrow_config": "Arrow routing",
 }
+FLAGS = ("use_dora", "use_rslora", "lora_bias", "ensure_weight_tying")
 PLAIN_INITS = {"gaussian", "eva", "orthogonal"}  # leave the base model's weights alone; pissa, olora, corda and loftq do not
+ANY_LAYER = re.compile(r".*?\.[^.]*\.(?P<idx>\d+)\.")
+
+_shortened = Repr()
+_shortened.maxstring = _shortened.maxother = 120
+shown = _shortened.repr  # a value of a stranger in a message: short, printable, however large and deep
 
 
 class AdapterError(Exception):
@@ -28,108 +40,163 @@ class AdapterError(Exception):
 
 
 class AdapterConfig:
+    """name, below: of a module as PEFT sees it in the model that the adapter was made from."""
+
     def __init__(self, file: Path) -> None:
         self._fields = _read(file)
         self._check()
-        self.use_dora = bool(self._fields.get("use_dora"))
-        self.lora_bias = bool(self._fields.get("lora_bias"))
-        self.ensure_weight_tying = bool(self._fields.get("ensure_weight_tying"))
+        self._budget = PatternBudget(MAX_SECONDS)
+        targets = self._fields["target_modules"]
+        self._is_all_linear = isinstance(targets, str) and targets.lower() == "all-linear"
+        self._patterns = {
+            field: [self._compile(field, key, r"(.*\.)?(", ")$") for key in self._fields.get(field) or ()]
+            for field in ("rank_pattern", "alpha_pattern")
+        }
+        names = self._fields.get("layers_pattern") or []
+        self._patterns["layers_pattern"] = [
+            self._compile("layers_pattern", name, r"(?:^|.*?\.)", r"\.(?P<idx>\d+)\.")
+            for name in ([names] if isinstance(names, str) else names)
+        ]
+        for field in ("target_modules", "exclude_modules"):
+            if isinstance(pattern := self._fields.get(field), str) and pattern:
+                self._patterns[field] = [self._compile(field, pattern, is_full=True)]
+        self.use_dora, self._use_rslora, self.lora_bias, self.ensure_weight_tying = (bool(self._fields.get(flag)) for flag in FLAGS)
 
-    def rank(self, path: str) -> int:
-        rank = self._by_pattern("rank_pattern", path, self._fields["r"])
+    def rank(self, name: str) -> int:
+        rank = self._by_pattern("rank_pattern", name, self._fields["r"])
         if type(rank) is not int or rank < 1:
-            raise AdapterError(f"the rank of {path} is {rank!r}, not a positive whole number")
+            raise AdapterError(f"the rank of {name} is {shown(rank)}, not a positive whole number")
         return rank
 
-    def scale(self, path: str) -> float:
-        rank = self.rank(path)
-        alpha = self._by_pattern("alpha_pattern", path, self._fields["lora_alpha"])
-        return float(alpha / (math.sqrt(rank) if self._fields.get("use_rslora") else rank))
+    def scale(self, name: str, rank: int) -> float:
+        alpha = self._by_pattern("alpha_pattern", name, self._fields["lora_alpha"])
+        return float(alpha / (math.sqrt(rank) if self._use_rslora else rank))
 
-    def is_targeted(self, path: str) -> bool:
-        """Whether PEFT would give this module LoRA; tensors of others it leaves unread, so they must not change the numbers here."""
-        targets = self._fields.get("target_modules")
-        excluded = self._fields.get("exclude_modules")
-        if excluded and _is_listed("exclude_modules", excluded, path):
+    def is_targeted(self, name: str, is_linear: bool) -> bool:
+        """Whether PEFT would give this module LoRA; tensors of others it leaves unread, so they must not change the numbers here.
+        is_linear: neither the embedding nor the head."""
+        if self._is_listed("exclude_modules", name):
             return False
-        if not targets or (isinstance(targets, str) and targets.lower() == "all-linear"):
-            return True
-        if not _is_listed("target_modules", targets, path):
+        if self._is_all_linear:
+            return is_linear
+        if not self._is_listed("target_modules", name):
             return False
-        return isinstance(targets, str) or path in targets or self._is_in_layers(path)
+        targets = self._fields["target_modules"]
+        return isinstance(targets, str) or name in targets or self._is_in_layers(name)
 
     def token_ids(self, path: str) -> tuple[int, ...]:
         """Tokens whose embeddings were trained, of the embedding or head at this path."""
         indices = self._fields.get("trainable_token_indices") or []
         if isinstance(indices, dict):
             indices = next((ids for key, ids in indices.items() if f".{path}".endswith(f".{key}")), [])
-        if not isinstance(indices, list) or not all(type(index) is int for index in indices):
-            raise AdapterError("trainable_token_indices holds no lists of whole numbers")
         return tuple(indices)
 
     def _check(self) -> None:
         fields = self._fields
         if fields.get("peft_type") != "LORA":
-            raise AdapterError(f"peft_type is {fields.get('peft_type')!r}, only 'LORA' can be served")
+            raise AdapterError(f"peft_type is {shown(fields.get('peft_type'))}, only 'LORA' can be served")
         if fields.get("bias", "none") not in ("none", "lora_only", "all"):
-            raise AdapterError(f"bias is {fields['bias']!r}, not 'none', 'lora_only' or 'all'")
+            raise AdapterError(f"bias is {shown(fields['bias'])}, not 'none', 'lora_only' or 'all'")
         for field, meaning in REFUSED_FIELDS.items():
             if fields.get(field):
-                raise AdapterError(f"{field} is {fields[field]!r}: {meaning} is not supported")
+                raise AdapterError(f"{field} is {shown(fields[field])}: {meaning} is not supported")
+        for field in FLAGS:
+            if fields.get(field) not in (None, True, False):
+                raise AdapterError(f"{field} is {shown(fields[field])}, neither true nor false")
         init = fields.get("init_lora_weights", True)
+        if init is not None and not isinstance(init, str | bool):
+            raise AdapterError(f"init_lora_weights is {shown(init)}, neither a name nor true or false")
         if isinstance(init, str) and init not in PLAIN_INITS:
-            raise AdapterError(f"init_lora_weights is {init!r}: it changes the base model's weights; save the adapter as plain LoRA first")
-        for field in ("rank_pattern", "alpha_pattern"):
-            pattern = fields.get(field) or {}
-            if not isinstance(pattern, dict) or not all(_is_number(value) for value in pattern.values()):
-                raise AdapterError(f"{field} is not a map from module names to numbers")
-            for key in pattern:
-                _compile(field, rf"(.*\.)?({key})$")
+            raise AdapterError(
+                f"init_lora_weights is {shown(init)}: it changes the base model's weights; save the adapter as plain LoRA first"
+            )
         for field in ("r", "lora_alpha"):
             if not _is_number(fields.get(field)):
-                raise AdapterError(f"{field} is {fields.get(field)!r}, not a number")
+                raise AdapterError(f"{field} is {shown(fields.get(field))}, not a number")
+        _check_names(fields)
+        _check_token_ids(fields.get("trainable_token_indices"))
 
-    def _by_pattern(self, field: str, path: str, default: Any) -> Any:
-        """The first key that matches the end of the path, as PEFT does it."""
-        pattern = self._fields.get(field) or {}
-        return next((value for key, value in pattern.items() if _compile(field, rf"(.*\.)?({key})$").match(path)), default)
+    def _compile(self, field: str, pattern: str, before: str = "", after: str = "", is_full: bool = False) -> Pattern:
+        try:
+            return self._budget.compile(pattern, before, after, is_full)
+        except PatternError as error:
+            raise AdapterError(f"{field} has a regular expression, {shown(pattern)}, that {error}") from None
 
-    def _is_in_layers(self, path: str) -> bool:
-        layers, names = self._fields.get("layers_to_transform"), self._fields.get("layers_pattern")
+    def _first(self, field: str, name: str) -> tuple[int, Any] | None:
+        try:
+            return self._budget.first(self._patterns.get(field, ()), name)
+        except PatternError as error:
+            raise AdapterError(f"{field} {error}: a regular expression of the config may take {MAX_SECONDS:g} s") from None
+
+    def _by_pattern(self, field: str, name: str, default: Any) -> Any:
+        """The first key that matches the end of the name, as PEFT does it."""
+        found = self._first(field, name)
+        return list(self._fields[field].values())[found[0]] if found else default
+
+    def _is_listed(self, field: str, name: str) -> bool:
+        """A string is a regular expression for the whole name; of a list, one must be the name or its end."""
+        modules = self._fields.get(field)
+        if isinstance(modules, list):
+            return any(f".{name}".endswith(f".{module}") for module in modules)
+        return self._first(field, name) is not None
+
+    def _is_in_layers(self, name: str) -> bool:
+        layers = self._fields.get("layers_to_transform")
         if layers is None or layers == []:
             return True
-        patterns = [rf"(?:^|.*?\.){name}\.(\d+)\." for name in ([names] if isinstance(names, str) else names or [])]
-        matches = (_compile("layers_pattern", pattern).match(path) for pattern in patterns or [r".*?\.[^.]*\.(\d+)\."])
-        found = next((match for match in matches if match), None)
-        return found is not None and int(found[1]) in (layers if isinstance(layers, list) else [layers])
+        if self._patterns["layers_pattern"]:
+            found = self._first("layers_pattern", name)
+            match = found[1] if found else None
+        else:
+            match = ANY_LAYER.match(name)
+        return match is not None and int(match["idx"]) in (layers if isinstance(layers, list) else [layers])
 
 
 def _read(file: Path) -> dict[str, Any]:
     try:
+        if not file.is_file():
+            raise AdapterError(f"{CONFIG_FILE} is missing")
+        if (size := file.stat().st_size) > MAX_CONFIG_BYTES:
+            raise AdapterError(f"{CONFIG_FILE} has {size} bytes, more than {MAX_CONFIG_BYTES}")
         config = json.loads(file.read_bytes())
-    except FileNotFoundError:
-        raise AdapterError(f"{CONFIG_FILE} is missing") from None
-    except (OSError, ValueError, RecursionError) as error:
+    except OSError as error:
+        raise AdapterError(f"{CONFIG_FILE} cannot be read: {error.strerror}") from None
+    except RecursionError:
+        raise AdapterError(f"{CONFIG_FILE} cannot be read: it is nested too deeply") from None
+    except ValueError as error:
         raise AdapterError(f"{CONFIG_FILE} cannot be read: {error}") from None
     if not isinstance(config, dict):
         raise AdapterError(f"{CONFIG_FILE} is not a JSON object")
     return config
 
 
-def _is_listed(field: str, modules: Any, path: str) -> bool:
-    """A string is a regular expression for the whole path; of a list, one must be the path or its end."""
-    if isinstance(modules, str):
-        return _compile(field, modules).fullmatch(path) is not None
-    if not isinstance(modules, list):
-        raise AdapterError(f"{field} is {modules!r}, neither a list nor a string")
-    return any(f".{path}".endswith(f".{module}") for module in modules)
+def _check_names(fields: dict[str, Any]) -> None:
+    """Of modules and layers."""
+    if fields.get("target_modules") is None:
+        raise AdapterError("target_modules is null: PEFT would guess the modules from the architecture; name them, or say 'all-linear'")
+    for field in ("target_modules", "exclude_modules", "layers_pattern"):
+        names = fields.get(field)
+        if names is not None and not isinstance(names, str | list):
+            raise AdapterError(f"{field} is {shown(names)}, neither a list nor a string")
+        if isinstance(names, list) and not all(isinstance(name, str) for name in names):
+            raise AdapterError(f"{field} is {shown(names)}, a list not only of strings")
+    for field in ("rank_pattern", "alpha_pattern"):
+        pattern = fields.get(field)
+        if pattern is not None and not (isinstance(pattern, dict) and all(_is_number(value) for value in pattern.values())):
+            raise AdapterError(f"{field} is {shown(pattern)}, not a map from module names to numbers")
+    for field in ("target_modules", "exclude_modules", "layers_pattern", "rank_pattern", "alpha_pattern"):
+        names = fields.get(field)
+        if isinstance(names, list | dict) and len(names) > MAX_NAMES:
+            raise AdapterError(f"{field} has {len(names)} names, more than {MAX_NAMES}")
+    layers = fields.get("layers_to_transform")
+    if layers is not None and not all(type(layer) is int for layer in (layers if isinstance(layers, list) else [layers])):
+        raise AdapterError(f"layers_to_transform is {shown(layers)}, neither a whole number nor a list of them")
 
 
-def _compile(field: str, pattern: str) -> re.Pattern[str]:
-    try:
-        return re.compile(pattern)
-    except re.error as error:
-        raise AdapterError(f"{field} has a regular expression that is none, {pattern!r}: {error}") from None
+def _check_token_ids(indices: Any) -> None:
+    lists = list(indices.values()) if isinstance(indices, dict) else [[] if indices is None else indices]
+    if not all(isinstance(ids, list) and all(type(token_id) is int for token_id in ids) for ids in lists):
+        raise AdapterError(f"trainable_token_indices is {shown(indices)}, which holds no lists of whole numbers")
 
 
 def _is_number(value: Any) -> bool:

@@ -5,9 +5,12 @@ import math
 from pathlib import Path
 from typing import Any
 
-from loray.models.adapter_config import AdapterError
+from loray.models.adapter_config import AdapterError, shown
 
 WEIGHTS_FILE = "adapter_model.safetensors"
+MAX_HEADER_BYTES = 8 << 20  # forty thousand tensors
+MAX_NAME_LEN = 512
+MAX_DIMS = 8
 DTYPES = {"F32": 4, "F16": 2, "BF16": 2}  # bytes of one element
 
 
@@ -37,8 +40,14 @@ def _read(file: Path) -> tuple[dict[str, Any], int]:
             header_size = int.from_bytes(opened.read(8), "little")
             if size < 8 or header_size > size - 8:
                 raise AdapterError(f"{WEIGHTS_FILE} is cut short: {size} bytes cannot hold its header")
+            if header_size > MAX_HEADER_BYTES:
+                raise AdapterError(f"{WEIGHTS_FILE} has a header of {header_size} bytes, more than {MAX_HEADER_BYTES}")
             header = json.loads(opened.read(header_size))
-    except (OSError, ValueError, RecursionError) as error:
+    except OSError as error:
+        raise AdapterError(f"{WEIGHTS_FILE} cannot be read: {error.strerror}") from None
+    except RecursionError:
+        raise AdapterError(f"{WEIGHTS_FILE} is corrupt: its header is nested too deeply") from None
+    except ValueError as error:
         raise AdapterError(f"{WEIGHTS_FILE} is corrupt: {error}") from None
     if not isinstance(header, dict):
         raise AdapterError(f"{WEIGHTS_FILE} is corrupt: its header is not a JSON object")
@@ -49,16 +58,20 @@ def _read(file: Path) -> tuple[dict[str, Any], int]:
 
 
 def _check_entry(name: str, entry: Any, data_size: int) -> None:
-    try:
-        dtype, shape, (begin, end) = entry["dtype"], entry["shape"], entry["data_offsets"]
-        is_plain = all(type(number) is int and number >= 0 for number in (*shape, begin, end))
-    except (TypeError, KeyError, ValueError):
-        is_plain = False
-    if not is_plain:
-        raise AdapterError(f"{WEIGHTS_FILE} is corrupt: the entry of {name} cannot be understood")
+    if len(name) > MAX_NAME_LEN or not name.isprintable():
+        raise AdapterError(f"{WEIGHTS_FILE} is corrupt: a tensor is called {shown(name)}, which is no name")
+    fields: dict[str, Any] = entry if isinstance(entry, dict) else {}
+    dtype, shape, offsets = (fields.get(field, "") for field in ("dtype", "shape", "data_offsets"))
+    if not isinstance(dtype, str) or not _is_sizes(shape) or not _is_sizes(offsets) or len(offsets) != 2:
+        raise AdapterError(f"{WEIGHTS_FILE} is corrupt: the entry of {name} cannot be understood: {shown(entry)}")
     if dtype not in DTYPES:
-        raise AdapterError(f"{name} has dtype {dtype}; only {', '.join(DTYPES)} are supported")
+        raise AdapterError(f"{name} has dtype {shown(dtype)}; only {', '.join(DTYPES)} are supported")
+    begin, end = offsets
     if end > data_size:
         raise AdapterError(f"{WEIGHTS_FILE} is cut short: {name} ends at byte {end} of {data_size}")
     if end - begin != math.prod(shape) * DTYPES[dtype]:
         raise AdapterError(f"{WEIGHTS_FILE} is corrupt: {name} has {end - begin} bytes, its shape {shape} needs another number")
+
+
+def _is_sizes(value: Any) -> bool:
+    return isinstance(value, list) and len(value) <= MAX_DIMS and all(type(size) is int and 0 <= size < 1 << 63 for size in value)

@@ -7,6 +7,7 @@ from torch import Tensor
 
 from loray.kernels.noise import gumbel_noise
 
+FIRST_TOKENS = 1024  # that are looked at for top-p before the whole vocabulary is
 LOWEST_TEMPERATURE = 1e-6  # below it the softmax is one-hot, and logits / temperature might overflow
 LOWEST_LOGPROB = -9999.0  # stands for minus infinity: every logprob is finite
 NEVER = float("-inf")
@@ -79,16 +80,30 @@ def _sample_random(scores: Tensor, rows: SamplingRows) -> Tensor:
 
 
 def _threshold(scores: Tensor, rows: SamplingRows) -> Tensor:
-    """[num_rows, 1] the smallest score that stays: top-k first, then top-p of what is left, as transformers does it."""
+    """[num_rows, 1] the smallest score that stays: top-k first, then top-p of what is left, as transformers does it.
+
+    Few tokens have most of the mass, so the whole vocabulary is put in order only for rows where they have not."""
+    threshold, is_enough = _threshold_among(scores, rows, min(FIRST_TOKENS, scores.shape[1]))
+    if not is_enough.all():
+        places = (~is_enough).nonzero().squeeze(1)
+        threshold[places] = _threshold_among(scores[places], rows[places.cpu().numpy()], scores.shape[1])[0]
+    return threshold
+
+
+def _threshold_among(scores: Tensor, rows: SamplingRows, num_tokens: int) -> tuple[Tensor, Tensor]:
+    """The threshold, [num_rows, 1], as far as the most probable tokens tell, and whether they do, [num_rows]."""
     vocab_size = scores.shape[1]
-    top_k = np.where(rows["top_k"] > 0, np.minimum(rows["top_k"], vocab_size), vocab_size)
-    ordered = scores.topk(int(top_k.max())).values  # [num_rows, largest k], falling
-    is_beyond_k = torch.arange(ordered.shape[1], device=scores.device) >= column(top_k, ordered)
-    probs = ordered.masked_fill(is_beyond_k, NEVER).softmax(-1)
+    top_k = column(np.where(rows["top_k"] > 0, np.minimum(rows["top_k"], vocab_size), vocab_size), scores)
+    ordered = scores.topk(num_tokens).values  # [num_rows, num_tokens], falling
+    is_beyond_k = torch.arange(num_tokens, device=scores.device) >= top_k
+    ordered = ordered.masked_fill(is_beyond_k, NEVER)
+    all_scores = torch.where(top_k <= num_tokens, ordered.logsumexp(-1, keepdim=True), scores.logsumexp(-1, keepdim=True))
+    probs = (ordered - all_scores).exp()
     mass_before = probs.cumsum(-1) - probs
     is_dropped = is_beyond_k | (mass_before >= column(rows["top_p"], ordered))
     num_kept = (~is_dropped).sum(-1, keepdim=True).clamp_(min=1)
-    return ordered.gather(1, num_kept - 1)
+    is_enough = (top_k <= num_tokens) | ((top_k == vocab_size) & (num_kept < num_tokens))
+    return ordered.gather(1, num_kept - 1), is_enough.squeeze(1)
 
 
 def _typical(scores: Tensor, rows: SamplingRows) -> Tensor:

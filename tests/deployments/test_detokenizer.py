@@ -81,3 +81,11 @@ def test_special_tokens_give_no_text_even_within_a_character(byte_level: Tokeniz
 def test_a_character_cut_at_the_end_is_dropped(byte_level: Tokenizer) -> None:
     ids = byte_ids()
     assert "".join(pieces_of(byte_level, [ids[byte] for byte in "ok 日".encode()[:-1]])) == "ok "
+
+
+def test_bytes_that_never_become_a_character_are_given_out_after_a_while(byte_level: Tokenizer) -> None:
+    ids = byte_ids()
+    broken = [ids[0x80]] * 100
+    pieces = pieces_of(byte_level, [*broken, *(ids[byte] for byte in b"ok")])
+    assert "".join(pieces).endswith("ok") and set("".join(pieces)) == {BROKEN, "o", "k"}
+    assert sum(bool(piece) for piece in pieces[:100]) >= 3

@@ -8,7 +8,7 @@ import torch
 from transformers import LogitsProcessorList, TemperatureLogitsWarper, TopKLogitsWarper, TopPLogitsWarper, TypicalLogitsWarper
 
 from loray.kernels.noise import gumbel_noise
-from loray.models.sampler import SAMPLING_ROW, SamplingRows, most_probable, noise_keys, sample
+from loray.models.sampler import SAMPLING_ROW, SamplingRows, _threshold, most_probable, noise_keys, sample
 
 KEYS = [[1949917470, 1581361928], [-2138990865, -1196529408]]
 NOISE = [[0.036407, -0.821784, -1.520399], [2.470142, 0.867853, -0.957936]]
@@ -70,6 +70,17 @@ def test_filters_keep_exactly_what_transformers_keeps(top_k: int, top_p: float) 
     assert set(token_ids.tolist()) <= set(expected.isfinite().nonzero().flatten().tolist())
     likely = (expected.softmax(-1) > 0.01).nonzero().flatten().tolist()
     assert set(likely) <= set(token_ids.tolist())
+
+
+@pytest.mark.parametrize("spread", [0.01, 1.0, 6.0])
+@pytest.mark.parametrize(("top_k", "top_p"), [(0, 0.5), (0, 0.999), (40, 0.9), (2000, 0.7), (1024, 0.9), (4999, 0.99)])
+def test_the_threshold_of_a_large_vocabulary_is_that_of_transformers(top_k: int, top_p: float, spread: float) -> None:
+    """Flat ones need the whole order, steep ones only its beginning."""
+    logits = torch.randn(3, 5000, generator=torch.Generator().manual_seed(2)) * spread
+    expected = TopKLogitsWarper(top_k)(None, logits) if top_k else logits
+    expected = TopPLogitsWarper(top_p)(None, expected).isfinite().sum(-1)
+    kept = (logits >= _threshold(logits, rows_of(3, 1.0, top_k, top_p))).sum(-1)
+    assert (kept - expected).abs().max() <= 2  # where the mass is reached but for rounding
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,94 @@
+"""Matches regular expressions of strangers as Python's `re` would, in bounded time and memory. Knows nothing of adapters.
+
+`re` holds the interpreter's lock while it backtracks, for as long as that takes; `regex` has a time limit and can let go of the lock.
+"""
+
+import re
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from math import prod
+from time import thread_time
+from typing import Any
+
+import regex
+
+MAX_PATTERN_LEN = 4096
+MAX_COMPILED_LEN = 16384  # `regex` writes counted repetitions out: without this limit, 60 characters fill the memory
+MAX_SECONDS_LOCKED = 0.005  # what the interpreter gives a thread anyway; to let go of the lock costs more than most matches
+
+_PLAIN = re.compile(r"[\w.-]+", re.ASCII)
+_COUNT = re.compile(r"\{(\d*),?(\d*)\}")
+_ONLY_IN_REGEX = re.compile(r"\{(?!\d*(,\d*)?\})|\[:\^?\w+:\]")  # fuzzy matching and POSIX classes, which `re` reads as plain characters
+
+
+class PatternError(Exception):
+    """The pattern cannot be used; the message says why, not where it stands."""
+
+
+@dataclass(frozen=True, slots=True)
+class Pattern:
+    match: Callable[..., Any]  # of the compiled pattern: match or fullmatch
+    is_plain: bool  # a name, which takes no time
+
+
+class PatternBudget:
+    """Compiles and matches; all of it together may take so much of the thread's time."""
+
+    def __init__(self, max_seconds: float) -> None:
+        self._seconds_left = max_seconds
+
+    def compile(self, pattern: str, before: str = "", after: str = "", is_full: bool = False) -> Pattern:
+        """before, after: trusted expressions around the stranger's. is_full: the text must match to its end."""
+        begin = thread_time()
+        self._check_time(self._seconds_left)
+        _check_text(pattern)
+        whole, is_plain = f"{before}{pattern}{after}", _PLAIN.fullmatch(pattern) is not None
+        try:
+            compiled: Any = re.compile(whole)  # first, for `regex` understands more than PEFT's `re`
+            if not is_plain:
+                compiled = regex.compile(whole, regex.V0)
+        except (re.error, regex.error) as error:
+            raise PatternError(f"is no regular expression: {error}") from None
+        except (RecursionError, OverflowError):
+            raise PatternError("is too deeply nested or repeated too often") from None
+        self._seconds_left -= thread_time() - begin
+        return Pattern(compiled.fullmatch if is_full else compiled.match, is_plain)
+
+    def first(self, patterns: Iterable[Pattern], text: str) -> tuple[int, Any] | None:
+        """The number of the first that matches, and its match."""
+        begin = thread_time()
+        deadline = begin + self._seconds_left
+        self._check_time(self._seconds_left)
+        matches = (pattern.match(text) if pattern.is_plain else self._match(pattern, text, deadline) for pattern in patterns)
+        found = next(((number, match) for number, match in enumerate(matches) if match), None)
+        self._seconds_left -= thread_time() - begin
+        return found
+
+    def _match(self, pattern: Pattern, text: str, deadline: float) -> Any:
+        try:
+            return pattern.match(text, timeout=MAX_SECONDS_LOCKED)
+        except TimeoutError:
+            seconds_left = deadline - thread_time()
+            self._check_time(seconds_left)
+        try:
+            return pattern.match(text, timeout=seconds_left, concurrent=True)
+        except TimeoutError:
+            self._seconds_left = 0
+            self._check_time(0)
+
+    def _check_time(self, seconds_left: float) -> None:
+        if seconds_left <= 0:
+            raise PatternError("takes too long to match")
+
+
+def _check_text(pattern: str) -> None:
+    if len(pattern) > MAX_PATTERN_LEN:
+        raise PatternError(f"has {len(pattern)} characters, more than {MAX_PATTERN_LEN}")
+    # Blanks and comments could hide what is repeated; `re` goes through every character of a range beyond ASCII.
+    if not pattern.isascii() or not pattern.isprintable() or re.search(r"[ #]|\\[uUN]", pattern):
+        raise PatternError("has characters that are in no module's name")
+    if _ONLY_IN_REGEX.search(pattern):
+        raise PatternError("has braces that are no count, or a named class of characters")
+    counts = [max(1, *(int(number or 1) for number in count.groups())) for count in _COUNT.finditer(pattern)]
+    if len(pattern) * prod(counts) * 2 ** pattern.count(")+") > MAX_COMPILED_LEN:  # x+ is written out as x x*
+        raise PatternError("has too many repetitions")
