@@ -71,7 +71,7 @@ class AdapterFiles:
     def _validate(self, adapter_id: str, path: Path, files: str) -> Adapter:
         spec = read_adapter(path, self._lora_shapes)
         num_pages = -(-spec.rank // PAGE_RANK)
-        return Adapter(adapter_id, content_hash(path), str(path), num_pages, signature=files, rank=spec.rank)
+        return Adapter(adapter_id, content_hash(path), str(path), num_pages, signature=files, rank=spec.rank, extra_bytes=spec.extra_bytes)
 
     def _remember(self, adapter: Adapter) -> None:
         with self._lock:

@@ -8,7 +8,9 @@ from loray.deployments.errors import InvalidRequest, ToolError
 from loray.deployments.grammars import GrammarSpec
 from loray.deployments.openai_messages import NamedTool
 from loray.deployments.openai_request import ChatBody
-from loray.deployments.tool_format import MAX_SPACES, Tool, structural_tag
+from loray.deployments.stop_strings import Shelter
+from loray.deployments.tool_format import MAX_SPACES, Tool, calls_shelter, structural_tag
+from loray.deployments.tool_parser import ToolCallParser
 
 
 @dataclass(frozen=True, slots=True)
@@ -16,6 +18,17 @@ class AnswerPlan:
     tools: list[Tool]  # that the model is told of
     grammar: GrammarSpec | None = None
     param: str = ""  # the field that asks for the grammar
+    is_forced: bool = False  # calls, and nothing else
+    has_format: bool = False  # what is no call follows a format, where a call's marker may be part of a string
+
+    @property
+    def shelter(self) -> Shelter | None:
+        """Where stop strings don't count."""
+        return calls_shelter(is_first=self.has_format) if self.tools else None
+
+    def parser(self) -> ToolCallParser | None:
+        """Of one choice; None: all it writes is content."""
+        return ToolCallParser(is_first=self.has_format) if self.tools else None
 
 
 def answer_plan(body: ChatBody) -> AnswerPlan:
@@ -33,7 +46,7 @@ def answer_plan(body: ChatBody) -> AnswerPlan:
     called = [tool for tool in tools if not is_named or tool["function"]["name"] == choice.function.name]  # type: ignore[union-attr]
     tag = structural_tag(called, is_forced, is_single, _answer_format(spec) if spec else None)
     _check_end(body, is_ended=is_forced or is_single or spec is not None)
-    return AnswerPlan(tools, GrammarSpec("structural_tag", tag), "tools")
+    return AnswerPlan(tools, GrammarSpec("structural_tag", tag), "tools", is_forced, has_format=spec is not None)
 
 
 def _tools(body: ChatBody) -> list[Tool]:

@@ -9,7 +9,7 @@ from loray.deployments.errors import TemplateError
 from loray.deployments.expiring import Expiring
 from loray.deployments.request import AdapterRef
 from loray.deployments.template_renderer import TemplateRenderer
-from loray.deployments.tokenizer import Tokenizer
+from loray.deployments.tokenizer import Tokenizer, is_much, off_loop_if
 
 LIFETIME_S = 10.0  # after which a replaced adapter's template counts
 MAX_REMEMBERED = 1024
@@ -32,7 +32,8 @@ class ChatTemplates:
         if "developer" not in template:  # the newer name of the same role
             messages = [message | {"role": "system"} if message["role"] == "developer" else message for message in messages]
         if not tool_format.is_spoken_by(template):
-            messages, tools = tool_format.described(messages, tools), []
+            told, told_of = messages, tools
+            messages, tools = await off_loop_if(is_much(told), lambda: tool_format.described(told, told_of)), []
         if template not in (self._configured, self._tokenizer.chat_template(bool(tools))):  # a stranger's
             return await self._tokenizer.encode_rendered(await self._strangers.render(template, messages, tools))
         return await self._tokenizer.encode_chat(messages, tools, template)

@@ -125,7 +125,7 @@ class GrammarArgs(Section):
     """A grammar that takes longer to compile is refused."""
     max_compile_bytes: ByteSize = Field(default=ByteSize(2 * GIB), gt=0)
     """Memory that compiling may take beside the ingress replica's own."""
-    max_compiled_bytes: ByteSize = Field(default=ByteSize(16 * MIB), gt=0)
+    max_compiled_bytes: ByteSize = Field(default=ByteSize(4 * MIB), gt=0)
     """Bytes that a compiled grammar may have; every rank reads it."""
     cache_bytes: ByteSize = Field(default=ByteSize(64 * MIB), gt=0)
     """Bytes of compiled grammars that an ingress replica keeps."""

@@ -1,9 +1,33 @@
-"""When requests must be through, in the order of their moments. Knows moments and ids, and ends nobody itself."""
+"""When requests must be through: what is left of their time, and the order of their moments. Knows moments and ids alone."""
 
+import asyncio
 import heapq
-from collections.abc import Collection, Iterator
+import time
+from collections.abc import AsyncIterator, Collection, Iterator
+from contextlib import asynccontextmanager
 
+from loray.deployments.errors import DeadlineExceeded
+
+MIN_LEFT_S = 0.001  # 0 would be no limit
 MAX_SURPLUS = 64  # entries of requests that ended before their time, beyond as many as there are requests
+
+
+def seconds_left(limit_s: float, since: float) -> float:
+    """Of a limit that runs since that moment of the monotonic clock. 0 = there is none; of one that is over a little is left."""
+    return max(MIN_LEFT_S, limit_s - (time.monotonic() - since)) if limit_s > 0 else 0.0
+
+
+@asynccontextmanager
+async def in_time(limit_s: float, doing: str) -> AsyncIterator[None]:
+    """Ends the block with DeadlineExceeded after so many seconds, 0 = never. `doing` says how far it was then."""
+    timer = asyncio.timeout(limit_s if limit_s > 0 else None)
+    try:
+        async with timer:
+            yield
+    except TimeoutError as error:
+        if not timer.expired():
+            raise
+        raise DeadlineExceeded(doing) from error
 
 
 class Deadlines:

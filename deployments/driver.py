@@ -28,6 +28,7 @@ from loray.deployments.adapter_tiers import AdapterTiers
 from loray.deployments.adapters import Adapter, AdapterTable
 from loray.deployments.block_pool import BlockPool
 from loray.deployments.config import BLOCK_SIZE, ServerArgs
+from loray.deployments.deadlines import in_time, seconds_left
 from loray.deployments.engine import Engine, QueueLimits
 from loray.deployments.errors import LorayError
 from loray.deployments.host_tier import HostTier
@@ -87,6 +88,7 @@ class Driver:
 
     async def submit(self, request: bytes, endpoint: str, public_key: bytes) -> None:
         """Run one request to its end; its tokens go to the address. Cancelling this call aborts it."""
+        received = time.monotonic()
         generation = msgspec.msgpack.decode(request, type=GenerationRequest)
         reply = Address(endpoint, public_key)
         if generation.adapter is None:
@@ -94,11 +96,13 @@ class Driver:
             return
         try:
             acknowledge = partial(self._engine.acknowledge, generation.request_id, reply)
-            adapter = await self._adapters.find_patiently(generation.adapter, acknowledge)
+            async with in_time(generation.deadline_s, "its adapter was still being fetched"):
+                adapter = await self._adapters.find_patiently(generation.adapter, acknowledge)
         except LorayError as error:
             return self._engine.refuse(generation.request_id, error, reply)
+        rest = msgspec.structs.replace(generation, deadline_s=seconds_left(generation.deadline_s, received))
         with self._adapters.counted(generation.adapter, adapter) as note:
-            note(await self._generate(generation, adapter, reply))
+            note(await self._generate(rest, adapter, reply))
 
     async def _generate(self, generation: GenerationRequest, adapter: Adapter | None, reply: Address) -> str:
         """How it ended: the error's name, or nothing."""

@@ -18,7 +18,8 @@ from ray.serve.handle import DeploymentHandle, DeploymentResponse
 
 from loray.deployments.adapter_records import AdapterChange, Changed
 from loray.deployments.adapter_status import AdapterStatus
-from loray.deployments.errors import Incomplete, LorayError, Unhealthy, from_wire
+from loray.deployments.deadlines import seconds_left
+from loray.deployments.errors import AdapterFailed, DeadlineExceeded, Incomplete, LorayError, Unhealthy, from_wire
 from loray.deployments.mailbox import Mailbox
 from loray.deployments.request import AdapterRef, GenerationRequest, TokenEvent
 from loray.deployments.token_channel import TokenReceiver
@@ -29,7 +30,8 @@ ACCEPT_S = 180.0  # a replica that is being built must be there by then
 TAIL_S = 10.0  # between the end of the Serve call and the last token on the other channel
 ASK_S = 3.0  # for questions about health and numbers
 REGISTRY_S = 15.0  # for the adapter registry, which waits for replicas itself
-MIN_DEADLINE_S = 0.001  # 0 would be none
+TEMPLATE_S = 600.0  # for an adapter's chat template, which comes with the adapter
+GRACE_S = 0.5  # beyond a deadline: the driver's own word of it says more
 MAX_LOSSES = 2  # replicas lost in a row without a single new token
 
 
@@ -47,14 +49,12 @@ class DriverClient:
 
     async def generate(self, request: GenerationRequest) -> AsyncGenerator[TokenEvent, None]:
         output_ids = list(request.output_ids)
-        deadline_s = request.deadline_s
         started = time.monotonic()
         is_accepted = False
         losses = 0
         while True:
             request_id = f"{request.request_id}.{losses}.{len(output_ids)}"
-            if request.deadline_s and losses:  # what a lost replica has used of it is used
-                deadline_s = max(MIN_DEADLINE_S, request.deadline_s - (time.monotonic() - started))
+            deadline_s = seconds_left(request.deadline_s, started)
             attempt = msgspec.structs.replace(request, request_id=request_id, output_ids=list(output_ids), deadline_s=deadline_s)
             try:
                 async with aclosing(self._attempt(attempt)) as events:
@@ -84,12 +84,14 @@ class DriverClient:
     async def chat_template(self, adapter: AdapterRef) -> str:
         """May take as long as a download."""
         try:
-            return await asyncio.wait_for(_result(self._driver.chat_template.remote(msgspec.msgpack.encode(adapter))), ACCEPT_S)
+            return await asyncio.wait_for(_result(self._driver.chat_template.remote(msgspec.msgpack.encode(adapter))), TEMPLATE_S)
         except RayTaskError as error:
             if isinstance(error.cause, LorayError):
                 raise error.cause from error
             raise
-        except (RayError, TimeoutError) as error:
+        except TimeoutError as error:
+            raise AdapterFailed(f"adapter {adapter.adapter_id!r}: after {TEMPLATE_S:.0f} s it is still being fetched; try again") from error
+        except RayError as error:
             raise Incomplete(f"adapter {adapter.adapter_id!r}: no replica has found it: {error}") from error
 
     async def adapter_statuses(self) -> dict[str, list[AdapterStatus]]:
@@ -125,6 +127,8 @@ class DriverClient:
         response = self._driver.submit.remote(msgspec.msgpack.encode(request), address.endpoint, address.public_key)
         call = asyncio.create_task(_result(response))
         call.add_done_callback(lambda _: events.put(None))
+        late = TokenEvent(request.request_id, error=DeadlineExceeded.__name__, message="no replica said more of it")
+        timer = asyncio.get_running_loop().call_later(request.deadline_s + GRACE_S, events.put, late) if request.deadline_s else None
         wait_s: float | None = ACCEPT_S
         is_done = False
         try:
@@ -139,13 +143,15 @@ class DriverClient:
                     _raise_if_lost(call)
                     wait_s = TAIL_S
                 elif event.error:
-                    is_done = True
+                    is_done = event is not late  # else the replica still has it, or has yet to get it
                     raise from_wire(event.error, event.message)
                 else:
                     wait_s = TAIL_S if call.done() else None
                     is_done = event.is_last
                     yield event
         finally:
+            if timer:
+                timer.cancel()
             del self._events[request.request_id]
             if not is_done:
                 response.cancel()

@@ -9,7 +9,16 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse
 
 from loray.deployments import request_log
-from loray.deployments.errors import AdapterNotFound, InvalidRequest, LorayError, Overloaded, TooLarge, Unauthorized
+from loray.deployments.errors import (
+    AdapterNotFound,
+    InvalidRequest,
+    LorayError,
+    Overloaded,
+    TemplateError,
+    TooLarge,
+    ToolError,
+    Unauthorized,
+)
 
 UNION_TAGS = {"str", "int", "float", "bool", "list", "dict"}  # how pydantic names the branches of a union in a location
 MAX_ERRORS = 10  # of one request, that are told
@@ -59,6 +68,7 @@ def openai_body(error: LorayError) -> dict[str, Any]:
     kind, code, param = "server_error", None, None
     if isinstance(error, InvalidRequest):
         kind, param = "invalid_request_error", error.param
+        code = error.error_type if isinstance(error, TemplateError | ToolError) else None
     elif isinstance(error, AdapterNotFound):
         kind, code, param = "invalid_request_error", "model_not_found", "model"
     elif isinstance(error, Unauthorized):

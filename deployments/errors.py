@@ -91,7 +91,7 @@ class Incomplete(LorayError):
 
 
 class DeadlineExceeded(LorayError):
-    """Says how long it ran."""
+    """Says how far it was; ingress says of which limit."""
 
 
 class EmbeddingFailed(LorayError):

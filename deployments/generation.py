@@ -10,7 +10,7 @@ from loray.deployments.backend import Backend
 from loray.deployments.detokenizer import Detokenizer
 from loray.deployments.errors import Incomplete
 from loray.deployments.request import Alternatives, GenerationRequest, TokenEvent
-from loray.deployments.stop_strings import StopStrings
+from loray.deployments.stop_strings import Shelter, StopStrings
 from loray.deployments.tokenizer import Tokenizer
 
 LOWEST_LOGPROB = -1e4  # stands for anything JSON can't write
@@ -61,7 +61,16 @@ class Timing:
 class Generation:
     """Iterate once, over pieces; then `aclose`, which aborts the request if it is still running."""
 
-    def __init__(self, request: GenerationRequest, backend: Backend, tokenizer: Tokenizer, stops: list[str], timing: Timing) -> None:
+    def __init__(
+        self,
+        request: GenerationRequest,
+        backend: Backend,
+        tokenizer: Tokenizer,
+        stops: list[str],
+        timing: Timing,
+        shelter: Shelter | None = None,
+    ) -> None:
+        """`shelter`: where in the text no stop string counts."""
         self.request = request
         self.timing = timing
         self.num_tokens = 0
@@ -69,7 +78,7 @@ class Generation:
         self._stops = stops
         self._tokenizer = tokenizer
         self._detokenizer = Detokenizer(tokenizer, request.prompt_ids)
-        self._stop_strings = StopStrings(stops)
+        self._stop_strings = StopStrings(stops, shelter)
         self._events = backend.generate(request)
         self._prompt_logprobs: list[float] = []  # of all but the first
         self._prompt_alternatives: list[Alternatives] = []
@@ -82,6 +91,10 @@ class Generation:
     def stop_text(self) -> str:
         """The stop string that ended it, as far as it was text; "" for none."""
         return self._stop_strings.matched
+
+    @property
+    def _may_end(self) -> bool:
+        return self.num_tokens >= self.request.sampling.min_new_tokens
 
     async def __aiter__(self) -> AsyncIterator[Piece]:
         self.timing.validated = time.monotonic()
@@ -125,14 +138,14 @@ class Generation:
         for token_id, logprob, others in zip(event.token_ids, event.logprobs, alternatives, strict=True):
             token = _token(self._tokenizer, self._detokenizer, token_id, logprob, others)
             tokens.append(token)
+            self.num_tokens += 1
             if not token.is_special:
-                text += self._stop_strings.push(token.text)
-            if self.stop_text or (token.is_special and token.text in self._stops):
+                text += self._stop_strings.push(token.text, self._may_end)
+            if self.stop_text or (token.is_special and token.text in self._stops and self._may_end):
                 self.finish_reason = "stop_sequence"
                 break
         else:
             self.finish_reason = "stop_sequence" if event.finish_reason == "stop_token" else event.finish_reason
-        self.num_tokens += len(tokens)
         if self.finish_reason:
             text += self._rest()
         return Piece(tokens, text, self.finish_reason)
@@ -153,7 +166,7 @@ class Generation:
     def _rest(self) -> str:
         if self.stop_text:
             return ""
-        text = self._stop_strings.push(self._detokenizer.flush())
+        text = self._stop_strings.push(self._detokenizer.flush(), self._may_end)
         return text + self._stop_strings.flush()
 
 

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import msgspec
+import numpy as np
 
 from loray.deployments.json_schema import enforceable
 from loray.deployments.json_schema_values import PLAIN_CHARACTER, Unenforceable, ascii_pattern
@@ -14,6 +15,7 @@ from loray.deployments.worker_process import Work, work_for_parent
 from loray.models.grammar_vocabulary import grammar_vocabulary
 
 ANY_OBJECT = '{"type": "object"}'
+NUM_TRIED = 4  # tokens
 
 
 class Start(msgspec.Struct, frozen=True):
@@ -42,6 +44,7 @@ def _prepare(start: bytes) -> Work:
 
     def work(job: bytes) -> bytes:
         os.ftruncate(warnings, 0)
+        os.lseek(warnings, 0, os.SEEK_SET)  # else the next warning would come after a hole of zeros
         outcome = _outcome(compiler, msgspec.msgpack.decode(job, type=Job))
         said = os.pread(warnings, 500, 0).decode(errors="replace")
         if outcome.compiled and "Warning" in said:
@@ -53,7 +56,9 @@ def _prepare(start: bytes) -> Work:
 
 def _outcome(compiler: Any, job: Job) -> Outcome:
     try:
-        return Outcome(compiled=_compile(compiler, job).serialize_json())
+        compiled = _compile(compiler, job)
+        _refuse_dead_ends(compiled)
+        return Outcome(compiled=compiled.serialize_json())
     except Unenforceable as error:
         return Outcome(refusal=str(error))
     except json.JSONDecodeError as error:
@@ -77,6 +82,23 @@ def _compile(compiler: Any, job: Job) -> Any:
         return compiler.compile_grammar(job.text)
     assert job.kind == "structural_tag", job.kind
     return compiler.compile_structural_tag(json.dumps(_checked_tags(json.loads(job.text))))
+
+
+def _refuse_dead_ends(compiled: Any) -> None:
+    """Those that are met soon; a later one is met by the rank."""
+    import xgrammar
+
+    vocabulary = compiled.tokenizer_info
+    matcher = xgrammar.GrammarMatcher(compiled)
+    bits = xgrammar.allocate_token_bitmask(1, vocabulary.vocab_size)  # [1, words] int32
+    for _ in range(NUM_TRIED):
+        matcher.fill_next_token_bitmask(bits)
+        allowed = np.unpackbits(bits.numpy().view(np.uint8), bitorder="little").nonzero()[0]
+        if not len(allowed):
+            raise Unenforceable("", "leads to where it allows none of the model's tokens")
+        token_id = next((token_id for token_id in allowed.tolist() if token_id not in vocabulary.stop_token_ids), None)
+        if token_id is None or not matcher.accept_token(token_id):
+            return
 
 
 def _checked(schema: Any) -> dict[str, Any]:

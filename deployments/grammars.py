@@ -24,6 +24,7 @@ WORKER = "loray.deployments.grammar_worker"
 NUM_WORKERS = 2  # one that is stuck leaves one to the others
 MAX_PENDING = 64  # grammars that are being compiled or wait for it
 REMEMBER_FAILURE_S = 60.0  # what took too long once is not tried again for so long
+LEFT_S = 1.0  # a grammar that nobody waits for any more may take so long yet: starting another process takes longer
 REFUSAL_BYTES = 1024  # of the cache, beside the text
 
 
@@ -42,6 +43,16 @@ class _Result:
     until: float = float("inf")  # seconds of the monotonic clock
 
 
+@dataclass(slots=True, eq=False)
+class _Pending:
+    """A grammar that is being compiled or waits for it."""
+
+    spec: GrammarSpec
+    num_waiting: int = 0
+    worker: WorkerProcess | None = None  # while it is being compiled
+    future: "Future[_Result] | None" = None
+
+
 class Grammars:
     """For ranks that serve the model of the same folder."""
 
@@ -52,7 +63,7 @@ class Grammars:
         self._threads = ThreadPoolExecutor(NUM_WORKERS, "grammars")
         self._lock = threading.Lock()  # over the three below, which the threads of the pool touch too
         self._idle = [WorkerProcess(WORKER, limits, start) for _ in range(NUM_WORKERS)]  # as many as threads, so that each finds one
-        self._pending: dict[GrammarSpec, Future[_Result]] = {}
+        self._pending: dict[GrammarSpec, _Pending] = {}
         self._cache = _Cache(args.cache_bytes)
 
     async def compile(self, spec: GrammarSpec, param: str) -> bytes:
@@ -64,8 +75,8 @@ class Grammars:
         if num_bytes > self._args.max_text_bytes:
             raise InvalidRequest(f"{param}: has {num_bytes} bytes, more than grammars.max_text_bytes, {self._args.max_text_bytes}", param)
         result = self._submit(spec)
-        if isinstance(result, Future):
-            result = await asyncio.shield(asyncio.wrap_future(result))  # others may wait for it too
+        if isinstance(result, _Pending):
+            result = await self._wait(result)
         if result.refusal:
             raise InvalidRequest(f"{param}: {result.refusal}", param)
         return result.compiled
@@ -76,7 +87,8 @@ class Grammars:
         for worker in self._idle:
             worker.stop()
 
-    def _submit(self, spec: GrammarSpec) -> "Future[_Result] | _Result":
+    def _submit(self, spec: GrammarSpec) -> _Pending | _Result:
+        """A pending one has one more who waits for it."""
         with self._lock:
             known = self._cache.get(spec)
             if known:
@@ -84,17 +96,46 @@ class Grammars:
             if spec not in self._pending:
                 if len(self._pending) >= MAX_PENDING:
                     raise Overloaded(f"{MAX_PENDING} grammars are being compiled already; try again")
-                self._pending[spec] = self._threads.submit(self._run, spec)
+                pending = _Pending(spec)
+                pending.future = self._threads.submit(self._run, pending)
+                self._pending[spec] = pending
+            self._pending[spec].num_waiting += 1
             return self._pending[spec]
 
-    def _run(self, spec: GrammarSpec) -> _Result:
+    async def _wait(self, pending: _Pending) -> _Result:
+        assert pending.future, "submitted"
+        try:
+            return await asyncio.shield(asyncio.wrap_future(pending.future))  # others may wait for it too
+        finally:
+            with self._lock:
+                pending.num_waiting -= 1
+                is_left = not pending.num_waiting and not pending.future.done()
+                if is_left and pending.future.cancel():
+                    del self._pending[pending.spec]
+                elif is_left:
+                    asyncio.get_running_loop().call_later(LEFT_S, self._give_up, pending)
+
+    def _give_up(self, pending: _Pending) -> None:
+        """Unless somebody wants it again, or it is done."""
+        with self._lock:
+            if not pending.num_waiting and self._pending.get(pending.spec) is pending:
+                del self._pending[pending.spec]
+                if pending.worker:
+                    pending.worker.kill()
+
+    def _run(self, pending: _Pending) -> _Result:
         """In a thread of the pool."""
         with self._lock:
             self._idle.sort(key=lambda worker: worker.is_running)
             worker = self._idle.pop()
         result = None
         try:
-            answer = worker.ask(msgspec.msgpack.encode(Job(spec.kind, spec.text)))
+            worker.start()
+            with self._lock:
+                pending.worker = worker
+                if self._pending.get(pending.spec) is not pending:
+                    return _Result(refusal="nobody waits for it")
+            answer = worker.ask(msgspec.msgpack.encode(Job(pending.spec.kind, pending.spec.text)))
             result = self._result(msgspec.msgpack.decode(answer, type=Outcome))
         except WorkerTooSlow:
             result = _lost(f"takes more than {self._args.compile_timeout_s:g} s to compile (grammars.compile_timeout_s)")
@@ -102,10 +143,12 @@ class Grammars:
             result = _lost("the grammar compiler did not survive it: it is nested too deep or takes too much memory")
         finally:
             with self._lock:
+                pending.worker = None
                 self._idle.append(worker)
-                del self._pending[spec]
-                if result:
-                    self._cache.put(spec, result)
+                if self._pending.get(pending.spec) is pending:  # else it was given up, and the result says nothing
+                    del self._pending[pending.spec]
+                    if result:
+                        self._cache.put(pending.spec, result)
         return result
 
     def _result(self, outcome: Outcome) -> _Result:

@@ -111,7 +111,7 @@ class HostTier:
         return prepares, drops
 
     def _most_bytes(self, adapter: Adapter) -> int:
-        return adapter.num_pages * self._page_bytes
+        return adapter.num_pages * self._page_bytes + adapter.extra_bytes
 
     def _kept_bytes(self, adapter: Adapter, pinned: Iterable[Adapter]) -> int:
         """What the other pinned adapters may take for good, wherever they are now."""

@@ -79,7 +79,8 @@ def _add_error_handlers(app: FastAPI) -> None:
 
 
 def _invalid_body(request: Request, error: RequestValidationError) -> InvalidRequest:
-    errors = [{**one, "loc": tuple(one["loc"])[1:]} for one in error.errors()]  # the first part is "body", "path" or "query"
+    told = error.errors()[: error_shapes.MAX_ERRORS]
+    errors = [{**one, "loc": tuple(one["loc"])[1:]} for one in told]  # the first part is "body", "path" or "query"
     first = errors[0]
     if first["type"] == "json_invalid":
         return InvalidRequest(f"the body is not valid JSON: {first['ctx']['error']} at character {first['loc'][0]}")

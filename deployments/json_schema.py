@@ -13,7 +13,7 @@ from jsonschema import Draft202012Validator
 from jsonschema.exceptions import SchemaError
 
 from loray.deployments.json_schema_merge import merged
-from loray.deployments.json_schema_values import Unenforceable, integer, number, string
+from loray.deployments.json_schema_values import Unenforceable, any_name_but, integer, number, string
 
 Schema = dict[str, Any]
 
@@ -27,6 +27,7 @@ KEYWORDS = {
     "number": ["minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum", "multipleOf"],
 }
 KEYWORDS["object"].append("unevaluatedProperties")
+MAX_SCHEMAS = 30_000  # once references that can't stay ones are replaced: they may lead in circles, or double again and again
 
 
 def enforceable(schema: Any) -> Schema:
@@ -49,6 +50,7 @@ class _Rewriter:
         self._validator = Draft202012Validator(root)
         self._names: dict[str, str] = {}  # $ref -> its name in the new $defs
         self._new: list[str] = []  # references whose targets are still to be rewritten
+        self._num_schemas = 0
 
     def result(self) -> Schema:
         schema = self._schema(self._root, "")
@@ -59,7 +61,13 @@ class _Rewriter:
         _refuse_circles(schema, defs)
         return {**schema, "$defs": defs} if defs else schema
 
+    def _count(self) -> None:
+        self._num_schemas += 1
+        if self._num_schemas > MAX_SCHEMAS:
+            raise Unenforceable("", f"has more than {MAX_SCHEMAS} schemas within it once references are replaced by what they refer to")
+
     def _schema(self, schema: Any, path: str) -> Schema:
+        self._count()
         if isinstance(schema, bool):
             if not schema:
                 raise Unenforceable(path, "false allows nothing")
@@ -100,7 +108,10 @@ class _Rewriter:
         if "$ref" in schema:
             parts.append({"$ref": schema["$ref"]})
         for part in parts:
+            self._count()
+            seen: set[str] = set()
             while isinstance(part, dict) and "$ref" in part:
+                _refuse_again(part["$ref"], seen, path)
                 others = {name: value for name, value in part.items() if name != "$ref"}
                 part = merged(self._target(part["$ref"], path), others, path)
             whole = merged(whole, part, path)
@@ -169,7 +180,10 @@ class _Rewriter:
         if properties:
             result["properties"] = {name: self._schema(value, f"{path}/properties/{name}") for name, value in properties.items()}
             result["required"] = list(dict.fromkeys(required))
-        if isinstance(others, dict):
+        if properties and others is not False:  # xgrammar would let a declared name come again, spelled with an escape
+            result["patternProperties"] = {any_name_but(properties): self._schema(others, f"{path}/additionalProperties")}
+            result["additionalProperties"] = False
+        elif isinstance(others, dict):
             result["additionalProperties"] = self._schema(others, f"{path}/additionalProperties")
         if patterns:
             (pattern, value) = next(iter(patterns.items()))
@@ -215,12 +229,15 @@ class _Rewriter:
         return found
 
     def _resolved(self, schema: Any, path: str) -> Any:
+        seen: set[str] = set()
         while isinstance(schema, dict) and "$ref" in schema and not schema.keys() - ANNOTATIONS - {"$ref"}:
+            _refuse_again(schema["$ref"], seen, path)
             schema = self._target(schema["$ref"], path)
         return schema
 
     def _exclude(self, one: Any, other: Any, path: str) -> bool:
         """Whether it is plain that no value satisfies both."""
+        self._count()
         one, other = self._resolved(one, path), self._resolved(other, path)
         if not isinstance(one, dict) or not isinstance(other, dict):
             return False
@@ -255,6 +272,12 @@ def _has_large_integer(value: Any) -> bool:
     if isinstance(value, list | dict):
         return any(map(_has_large_integer, value.values() if isinstance(value, dict) else value))
     return isinstance(value, int) and not -(2**63) <= value < 2**63
+
+
+def _refuse_again(uri: str, seen: set[str], path: str) -> None:
+    if uri in seen:
+        raise Unenforceable(path, "$ref: leads in a circle")
+    seen.add(uri)
 
 
 def _refuse_circles(schema: Schema, defs: dict[str, Schema]) -> None:

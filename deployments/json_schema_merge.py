@@ -28,7 +28,7 @@ def merged(one: Any, other: Any, path: str) -> Schema:
 
 
 def _both(name: str, one: Any, other: Any, path: str) -> Any:
-    if one == other:
+    if _is_same(one, other):
         return one
     if name in LARGER:
         return max(one, other)
@@ -42,12 +42,21 @@ def _both(name: str, one: Any, other: Any, path: str) -> Any:
         shared = {key: {"allOf": [one[key], other[key]]} for key in one.keys() & other.keys()}
         return {**one, **other, **shared}
     if name == "enum":
-        return [value for value in one if value in other]
+        return [value for value in one if any(_is_same(value, allowed) for allowed in other)]
     if name in NESTED:
         return False if one is False or other is False else {"allOf": [one, other]}
     if name == "allOf":
         return [*one, *other]
     raise Unenforceable(path, f"two rules for {name} can't be enforced together")
+
+
+def _is_same(one: Any, other: Any) -> bool:
+    """As JSON values: to Python, true is the number 1."""
+    if isinstance(one, dict) and isinstance(other, dict):
+        return one.keys() == other.keys() and all(_is_same(value, other[name]) for name, value in one.items())
+    if isinstance(one, list) and isinstance(other, list):
+        return len(one) == len(other) and all(map(_is_same, one, other))
+    return isinstance(one, bool) == isinstance(other, bool) and bool(one == other)
 
 
 def _common_types(one: Any, other: Any, path: str) -> list[str]:

@@ -2,10 +2,13 @@
 
 import math
 import re
+from collections.abc import Iterable
 from decimal import Decimal
 from typing import Any
 
 Schema = dict[str, Any]
+Tree = dict[str, "Tree"]  # of names, by their next character; END: one ends here
+END = ""
 
 MAX_MULTIPLE = 1024  # of an integer; xgrammar ignores larger ones
 MAX_MULTIPLE_RANGE = 10_000  # integers between two bounds, where there is a multipleOf too
@@ -19,6 +22,8 @@ CHUNK = 8  # characters that are counted together: counting one by one takes mor
 FORMATS = {"email", "date", "time", "date-time", "duration", "ipv4", "ipv6", "hostname", "uuid", "uri", "uri-reference", "uri-template"}
 # What follows stands within character classes. Of one that has two neighbours whose UTF-8 differs in length, xgrammar makes bytes that
 # are no UTF-8: so the last of each length but one, which hardly anybody writes, is left out, and with it go the surrogates.
+CONTROLS = r"\u0000-\u001f"
+BEYOND_ASCII = r"\u007f-\u{10ffff}"
 GAPS = r"\u07ff\ud800-\udfff\uffff"
 LONG = r"\uff00-\ufffe\u{10000}-\u{10ffff}"
 SPACES = r"\s\u0085\u00a0\u1680\u2000-\u200a\u2028\u2029\u202f\u205f\u3000\ufeff"  # ECMA's and Python's; xgrammar knows ASCII's
@@ -77,17 +82,49 @@ def ascii_pattern(pattern: str, path: str) -> str:
     bare = re.sub(r"\\.|\[\^?\]?(?:\\.|[^\]\\])*\]", "x", pattern, flags=re.DOTALL)  # without escapes and character classes
     if re.search(r"\(\?(?!:)", bare):
         raise Unenforceable(path, f"pattern {pattern!r}: only plain and (?:…) groups can be enforced")
+    if re.search(r"[*+?]\+|\{[\d,]*\}\+", bare):
+        raise Unenforceable(path, f"pattern {pattern!r}: *+, ++, ?+ and }}+ can't be enforced")
     if "^" in bare[1:] or "$" in bare[:-1]:
         raise Unenforceable(path, f"pattern {pattern!r}: ^ and $ can be enforced at its two ends only")
     return "".join(char if char.isascii() else _escape(char) for char in _spelled_out(pattern))
 
 
+def any_name_but(names: Iterable[str]) -> str:
+    """A pattern of strings without escapes, as xgrammar writes all the others, that are none of these. Not of all such strings: after
+    the beginning of one of these only ASCII leads away from it, because each state that reads UTF-8 takes a lot of memory."""
+    tree: Tree = {}
+    for name in names:
+        if not re.search(f'["{CONTROLS}\\\\{GAPS}]', name):  # such a name has escapes anyway
+            branch = tree
+            for char in name:
+                branch = branch.setdefault(char, {})
+            branch[END] = {}
+    choices = filter(None, [f"{_leading_away(tree, GAPS)}{ASCII_CHARACTER}*", _unfinished(tree)])
+    return f"^({'|'.join(choices)})$"
+
+
+def _leading_away(tree: Tree, forbidden: str) -> str:
+    branches = {_escape(char): rest for char, rest in tree.items() if char != END}
+    others = f'[^{CONTROLS}"\\\\{forbidden}{"".join(branches)}]'
+    return f"({'|'.join([others, *(char + _leading_away(rest, BEYOND_ASCII) for char, rest in branches.items())])})"
+
+
+def _unfinished(tree: Tree) -> str:
+    """A pattern of the beginnings of the names that are no names themselves; empty if there are none."""
+    rests = [(_escape(char), _unfinished(rest)) for char, rest in tree.items() if char != END]
+    choices = [char + rest for char, rest in rests if rest] + ([] if END in tree else [""])
+    return f"({'|'.join(choices)})" if choices else ""
+
+
 def _spelled_out(pattern: str) -> str:
     """The same without shorthands that xgrammar takes for more than they are."""
     result = ""
+    previous = ""  # part, outside of classes
     members: str | None = None  # of the character class that one is within, so far
     for part in re.findall(r"\\.|.", pattern, flags=re.DOTALL):
-        if members is None:
+        if part == "?" and previous == ")":
+            result = f"{result[:-1]}|)"  # xgrammar takes (ab*|c)? for more than it is
+        elif members is None:
             result += ALONE.get(part, part)
             members = "" if part == "[" else None
         elif part == "]":
@@ -99,6 +136,7 @@ def _spelled_out(pattern: str) -> str:
         else:
             result += (IN_NEGATED if members.startswith("^") else IN_CLASS).get(part, part)
             members += part
+        previous = part if members is None else ""
     return result
 
 

@@ -1,5 +1,6 @@
 """The native API: a request becomes a generation or an embedding, and that becomes LoRAX's response shapes. Knows nothing of Ray."""
 
+import asyncio
 from collections.abc import AsyncGenerator
 from contextlib import aclosing
 from dataclasses import replace
@@ -41,8 +42,10 @@ from loray.deployments.native_shapes import (
 )
 from loray.deployments.request import AdapterRef, GenerationRequest
 from loray.deployments.service import FieldNames, Service, Wanted
+from loray.deployments.tokenizer import TokenSpan
 
 NAMES = FieldNames(prompt="inputs", max_new_tokens="max_new_tokens")
+MAX_CHARS_A_TOKEN = 16  # of max_total_tokens, that /tokenize takes: far more than any text has
 NO_CLASSES = "inputs: this server's model generates text and makes embeddings; it does not classify tokens"
 
 
@@ -60,7 +63,7 @@ class NativeApi:
 
     async def generate_stream(self, body: Any) -> AsyncGenerator[dict[str, Any], None]:
         timing = Timing()
-        call = await self.prepare_stream(parse(GenerateBody, body))
+        call = await self.prepare_stream(parse(GenerateBody, body), timing)
         async with aclosing(self.stream(call, timing)) as batches:
             async for batch in batches:
                 for event in batch:
@@ -70,16 +73,18 @@ class NativeApi:
         response, _ = await self.respond_embed(parse(EmbedBody, body), Timing())
         return {**response}
 
-    async def prepare(self, body: GenerateBody, token: str = "") -> "Call":
+    async def prepare(self, body: GenerateBody, timing: Timing, token: str = "") -> "Call":
         """Everything that can be wrong with a request before the model sees it."""
         parameters = body.parameters or Parameters()
         check_best_of(parameters, self._service.args.limits.max_best_of)
         adapter = adapter_of(parameters, token)
-        prompt_ids = await self._service.tokenizer.encode(body.inputs)
+        async with self._service.in_time(timing.received):
+            prompt_ids = await self._service.tokenizer.encode(body.inputs)
+            grammar = await self._grammar(parameters)
         if parameters.truncate is not None:
             prompt_ids = prompt_ids[-parameters.truncate :]
         wanted = Wanted(
-            sampling=sampling_of(parameters, await self._grammar(parameters)),
+            sampling=sampling_of(parameters, grammar),
             adapter=adapter,
             max_new_tokens=parameters.max_new_tokens,
             ignore_eos=bool(parameters.ignore_eos_token),
@@ -87,15 +92,15 @@ class NativeApi:
         )
         return Call(body.inputs, parameters, self._service.request(prompt_ids, wanted, NAMES))
 
-    async def prepare_stream(self, body: GenerateBody, token: str = "") -> "Call":
+    async def prepare_stream(self, body: GenerateBody, timing: Timing, token: str = "") -> "Call":
         check_streamed(body.parameters or Parameters())
-        return await self.prepare(body, token)
+        return await self.prepare(body, timing, token)
 
     async def respond(self, body: GenerateBody, timing: Timing, token: str = "") -> tuple[GenerateShape, dict[str, str]]:
         """The response and its headers."""
         if body.stream:
             raise InvalidRequest("stream: true is for /generate_stream and for POST /", "stream")
-        call = await self.prepare(body, token)
+        call = await self.prepare(body, timing, token)
         sequences = await self._finish_all(call, timing)
         best = max(sequences, key=lambda sequence: sequence.mean_logprob)
         response: GenerateShape = {"generated_text": best.text}
@@ -115,7 +120,7 @@ class NativeApi:
                 yield events
 
     async def stream_response(self, body: GenerateBody, timing: Timing, token: str) -> sse.EventStream:
-        call = await self.prepare_stream(body, token)
+        call = await self.prepare_stream(body, timing, token)
         headers = partial(request_headers, self._service, call.inputs, call.request, timing)
         keep_alive_s = self._service.args.limits.keep_alive_s
         return await sse.event_stream(self.stream(call, timing), headers, native_body, keep_alive_s=keep_alive_s)
@@ -129,6 +134,17 @@ class NativeApi:
         embedding = await self._service.embed(request, NAMES.prompt, timing)
         headers = request_headers(self._service, body.inputs, request, timing) | time_headers(timing)
         return {"embeddings": embedding}, headers | {"x-total-tokens": str(len(prompt_ids))}
+
+    async def respond_tokenize(self, body: TokenizeBody) -> Response:
+        most = MAX_CHARS_A_TOKEN * self._service.max_total_tokens
+        if len(body.inputs) > most:
+            raise InvalidRequest(
+                f"inputs: has {len(body.inputs)} characters, more than the {most} that are tokenized at once:"
+                f" {MAX_CHARS_A_TOKEN} for each of max_total_tokens, {self._service.max_total_tokens}",
+                "inputs",
+            )
+        spans = await self._service.tokenizer.spans(body.inputs, body.add_special_tokens is not False)
+        return await asyncio.to_thread(_spans_response, body.inputs, spans)
 
     async def _grammar(self, parameters: Parameters) -> bytes:
         """Compiled; empty for none."""
@@ -167,6 +183,10 @@ class NativeApi:
 def adapter_of(parameters: Parameters | EmbedParameters, token: str) -> AdapterRef | None:
     api_token = token if parameters.api_token is None else parameters.api_token
     return adapter_ref(parameters.adapter_id, parameters.adapter_source, api_token, parameters.merged_adapters)
+
+
+def _spans_response(text: str, spans: list[TokenSpan]) -> JSONResponse:
+    return JSONResponse([{"id": span.id, "text": text[span.start : span.stop], "start": span.start, "stop": span.stop} for span in spans])
 
 
 class Call:
@@ -229,9 +249,6 @@ def make_router(service: Service) -> APIRouter:
     @router.post("/tokenize", response_model=list[SpanShape])
     async def tokenize(body: TokenizeBody) -> Response:
         """The tokens of a text; start and stop count characters."""
-        spans = await service.tokenizer.spans(body.inputs, body.add_special_tokens is not False)
-        return JSONResponse(
-            [{"id": span.id, "text": body.inputs[span.start : span.stop], "start": span.start, "stop": span.stop} for span in spans]
-        )
+        return await api.respond_tokenize(body)
 
     return router

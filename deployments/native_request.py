@@ -3,17 +3,7 @@
 import json
 from typing import Annotated, Any, Literal, TypeVar
 
-from pydantic import (
-    AfterValidator,
-    BaseModel,
-    ConfigDict,
-    FailFast,
-    Field,
-    ValidationError,
-    ValidationInfo,
-    field_validator,
-    model_validator,
-)
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationError, ValidationInfo, field_validator, model_validator
 
 from loray.deployments.error_shapes import MAX_ERRORS, invalid_request
 from loray.deployments.errors import InvalidRequest
@@ -27,8 +17,10 @@ MAX_MERGED = 16  # adapters in one merge
 
 def whole_characters(text: str) -> str:
     """JSON can spell half a surrogate pair, which is no text: no tokenizer, header or wire takes it."""
-    if not text.isascii() and any("\ud800" <= character <= "\udfff" for character in text):
-        raise ValueError("has half of a surrogate pair, which is no character")
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        raise ValueError("has half of a surrogate pair, which is no character") from None
     return text
 
 
@@ -40,7 +32,7 @@ AdapterId = Annotated[Text, Field(min_length=1)]
 class Body(BaseModel):
     """Wrong types and unknown fields are errors, never coerced or dropped. null is the default everywhere.
 
-    An error costs a thousand times what the byte did that makes it: lists are to end at their first (`FailFast`)."""
+    An error costs a thousand times what the byte did that makes it: lists are to end at their first (fail_fast)."""
 
     model_config = ConfigDict(extra="forbid", strict=True, allow_inf_nan=False, use_attribute_docstrings=True, frozen=True)
 
@@ -61,8 +53,8 @@ B = TypeVar("B", bound=Body)
 class MergedAdapters(Body):
     """Several adapters as one. lorax-client always sends a density, so linear takes one too; it uses none."""
 
-    ids: Annotated[list[AdapterId], FailFast()] = Field(min_length=1, max_length=MAX_MERGED)
-    weights: Annotated[list[float], FailFast()] | None = None
+    ids: list[AdapterId] = Field(min_length=1, max_length=MAX_MERGED, fail_fast=True)
+    weights: list[float] | None = Field(default=None, fail_fast=True)
     """One for each id; each is 1 when not given."""
     merge_strategy: MergeStrategy | None = None
     """linear, when not given."""
@@ -169,7 +161,7 @@ class Parameters(Body):
     return_full_text: bool | None = None
     """Put the prompt before the text."""
     details: bool | None = None
-    stop: Annotated[list[StopString], FailFast()] | None = Field(default=None, max_length=MAX_STOPS)
+    stop: list[StopString] | None = Field(default=None, max_length=MAX_STOPS, fail_fast=True)
     truncate: int | None = Field(default=None, ge=1)
     """Keep the last so many tokens of the prompt."""
     best_of: int | None = Field(default=None, ge=1)
@@ -224,7 +216,7 @@ class EmbedBody(Body):
 
 
 class ClassifyBatchBody(Body):
-    inputs: Annotated[list[Text], FailFast()] = Field(min_length=1)
+    inputs: list[Text] = Field(min_length=1, fail_fast=True)
     parameters: EmbedParameters | None = None
     stream: Literal[False] | None = None
 

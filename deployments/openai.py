@@ -25,7 +25,8 @@ from loray.deployments.openai_request import DEFAULT_COMPLETION_TOKENS, ChatBody
 from loray.deployments.openai_shapes import ResponseShape, Usage, embeddings_shape
 from loray.deployments.request import GenerationRequest
 from loray.deployments.service import FieldNames, Service, Wanted
-from loray.deployments.tool_parser import ToolCallParser
+from loray.deployments.stop_strings import Shelter
+from loray.deployments.tokenizer import OFF_LOOP_MESSAGES, off_loop_if
 
 CHAT_NAMES = FieldNames(prompt="messages", max_new_tokens="max_tokens")
 COMPLETION_NAMES = FieldNames(prompt="prompt", max_new_tokens="max_tokens")
@@ -47,6 +48,8 @@ class Call:
     usage: Usage
     received: float  # seconds of the monotonic clock
     turns: asyncio.Semaphore
+    stops: list[str]
+    shelter: Shelter | None = None  # where those don't count
 
 
 class OpenAIApi:
@@ -64,10 +67,17 @@ class OpenAIApi:
         received = time.monotonic()
         self._check_choices(body)
         plan = answer_plan(body)
+        if plan.tools:
+            self._check_stop_tokens(body)
         adapter = body.adapter(self._service.model_id, token)
-        messages = [message.for_template(position) for position, message in enumerate(body.messages)]
-        prompt_ids = await self._templates.prompt_ids(messages, plan.tools, adapter)
-        grammar = await self._service.grammars.compile(plan.grammar, plan.param) if plan.grammar else b""
+        has_calls = any(message.tool_calls for message in body.messages)
+        messages = await off_loop_if(
+            has_calls or len(body.messages) > OFF_LOOP_MESSAGES,
+            lambda: [message.for_template(position) for position, message in enumerate(body.messages)],
+        )
+        async with self._service.in_time(received):
+            prompt_ids = await self._templates.prompt_ids(messages, plan.tools, adapter)
+            grammar = await self._service.grammars.compile(plan.grammar, plan.param) if plan.grammar else b""
         requests = []
         for seed in body.seeds():
             wanted = Wanted(
@@ -78,9 +88,10 @@ class OpenAIApi:
                 stop_token_ids=tuple(body.stop_token_ids or ()),
             )
             requests.append(self._service.request(prompt_ids, wanted, CHAT_NAMES))
-        choices = [ChatChoice(i, bool(body.logprobs), ToolCallParser() if plan.tools else None) for i in range(len(requests))]
+        choices = [ChatChoice(index, bool(body.logprobs), plan.parser()) for index in range(len(requests))]
         shape = ResponseShape("chat", body.model, self._fingerprint)
-        return Call(body, requests, choices, shape, Usage(len(prompt_ids)), received, self._turns())
+        stops = [] if plan.is_forced else body.stops
+        return Call(body, requests, choices, shape, Usage(len(prompt_ids)), received, self._turns(), stops, plan.shelter)
 
     async def completion_call(self, body: CompletionBody, token: str) -> Call:
         received = time.monotonic()
@@ -92,12 +103,13 @@ class OpenAIApi:
         for prompt in body.prompts:
             prompt_ids = await self._token_ids(prompt, COMPLETION_NAMES.prompt)
             usage.num_prompt_tokens += len(prompt_ids)
-            echo = (prompt if isinstance(prompt, str) else self._service.tokenizer.decode(prompt)) if body.echo else ""
-            for request in self._completion_requests(body, prompt_ids, token):
+            new_requests = self._completion_requests(body, prompt_ids, token)  # checks the length, which decoding must not come before
+            echo = (prompt if isinstance(prompt, str) else await self._service.tokenizer.decode_prompt(prompt)) if body.echo else ""
+            for request in new_requests:
                 requests.append(request)
                 choices.append(CompletionChoice(len(choices), body.logprobs is not None, echo, is_echo_only=body.max_tokens == 0))
         shape = ResponseShape("completion", body.model, self._fingerprint)
-        return Call(body, requests, choices, shape, usage, received, self._turns())
+        return Call(body, requests, choices, shape, usage, received, self._turns(), body.stops)
 
     async def answer(self, call: Call) -> Response:
         if call.body.stream:
@@ -157,6 +169,12 @@ class OpenAIApi:
             if num > most:
                 raise InvalidRequest(f"{name}: {num} is more than this server's max_choices, {most}", name)
 
+    def _check_stop_tokens(self, body: ChatBody) -> None:
+        """Beside tools: a grammar lets no special token into a call, but any other may be a part of one, which it would cut."""
+        for token_id in body.stop_token_ids or []:
+            if token_id not in self._service.tokenizer.special_texts:
+                raise InvalidRequest(f"stop_token_ids: together with tools only special tokens, which {token_id} is not", "stop_token_ids")
+
     def _turns(self) -> asyncio.Semaphore:
         return asyncio.Semaphore(min(MAX_AT_ONCE, self._service.args.scheduler.max_waiting))
 
@@ -164,7 +182,7 @@ class OpenAIApi:
         if isinstance(prompt, str):
             return await self._service.tokenizer.encode(prompt)
         vocab_size = self._service.tokenizer.vocab_size
-        for token_id in prompt:
+        for token_id in (min(prompt, default=0), max(prompt, default=0)):
             if not 0 <= token_id < vocab_size:
                 raise InvalidRequest(f"{name}: {token_id} is not a token id of this model; they end at {vocab_size - 1}", name)
         return prompt
@@ -179,8 +197,8 @@ class OpenAIApi:
         return sources[0] if len(sources) == 1 else merge(sources)
 
     async def _pieces_of(self, call: Call, index: int) -> Pieces:
-        request = call.requests[index]
-        async with call.turns, self._service.generation(request, call.body.stops, Timing(call.received)) as generation:
+        request, timing = call.requests[index], Timing(call.received)
+        async with call.turns, self._service.generation(request, call.stops, timing, call.shelter) as generation:
             is_first = request.wants_prompt_logprobs
             async for piece in generation:
                 yield index, piece, await generation.prompt_tokens() if is_first else ()

@@ -49,12 +49,12 @@ class Message(Body):
     """Assistant messages may be sent back as they came, with their empty fields."""
 
     role: Literal["system", "developer", "user", "assistant", "tool"]
-    tool_calls: list[ToolCall] | None = Field(default=None, max_length=MAX_TOOLS)
-    content: Text | list[TextPart] | None = Field(default=None, validate_default=True)
+    tool_calls: list[ToolCall] | None = Field(default=None, max_length=MAX_TOOLS, fail_fast=True)
+    content: Text | Annotated[list[TextPart], Field(fail_fast=True)] | None = Field(default=None, validate_default=True)
     name: Text | None = None
     tool_call_id: Text | None = Field(default=None, validate_default=True)
     refusal: None = None
-    annotations: list[Any] | None = Field(default=None, max_length=0)
+    annotations: list[Any] | None = Field(default=None, max_length=0, fail_fast=True)
     audio: None = None
     function_call: None = None
 

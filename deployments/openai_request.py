@@ -1,7 +1,7 @@
 """The bodies of OpenAI requests, and what they ask of the model. Runs nothing."""
 
 from collections.abc import Sequence
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, TypeVar, cast
 
 from pydantic import AfterValidator, Field, ValidationError, ValidationInfo, ValidatorFunctionWrapHandler, field_validator
 
@@ -13,6 +13,7 @@ from loray.deployments.response_format import AnswerFormat
 from loray.deployments.service import MAX_ALTERNATIVES, MAX_SEED, MAX_STOPS, random_seed
 from loray.models.step import MAX_TOP_K, Sampling
 
+MAX_MESSAGES = 4096  # of one chat
 MAX_PROMPTS = 128  # in one completions request
 MAX_INPUTS = 2048  # in one embeddings request; OpenAI's
 MAX_COMPLETION_LOGPROBS = 5  # OpenAI's
@@ -29,8 +30,10 @@ def not_supported(value: Any) -> Any:
     return value
 
 
-TokenIds = Annotated[list[int], Field(min_length=1)]
-Prompts = Annotated[list[Text] | list[TokenIds], Field(min_length=1, max_length=MAX_PROMPTS)]
+T = TypeVar("T")
+Each = Annotated[list[T], Field(fail_fast=True)]  # a body has room for millions of wrong items: the first is enough
+Prompts = Annotated[Each[T], Field(min_length=1, max_length=MAX_PROMPTS)]
+TokenIds = Annotated[Each[int], Field(min_length=1)]
 Bias = Annotated[float, Field(ge=-100, le=100)]
 NoWish = AfterValidator(not_supported)
 
@@ -64,9 +67,9 @@ class OpenAIBody(Body):
     """Not OpenAI's."""
     max_tokens: int | None = Field(default=None, ge=1)
     min_tokens: int | None = Field(default=None, ge=0)
-    """Not OpenAI's: no end before so many."""
-    stop: StopString | Annotated[list[StopString], Field(max_length=MAX_STOPS)] | None = None
-    stop_token_ids: list[Annotated[int, Field(ge=0)]] | None = Field(default=None, max_length=MAX_STOP_TOKENS)
+    """Not OpenAI's: no end before so many, by a stop string neither."""
+    stop: StopString | Annotated[Each[StopString], Field(max_length=MAX_STOPS)] | None = None
+    stop_token_ids: Each[Annotated[int, Field(ge=0)]] | None = Field(default=None, max_length=MAX_STOP_TOKENS)
     """Not OpenAI's: tokens that end it, beside the model's own."""
     stream: bool | None = None
     stream_options: StreamOptions | None = None
@@ -80,7 +83,7 @@ class OpenAIBody(Body):
     frequency_penalty: float | None = Field(default=None, ge=-2, le=2)
     repetition_penalty: float | None = Field(default=None, gt=0)
     """Not OpenAI's."""
-    logit_bias: dict[str, Bias] | None = Field(default=None, max_length=MAX_BIASES)
+    logit_bias: dict[str, Bias] | None = None
     """By token id: added to the token's logit; -100 bans it."""
     adapter_source: Text | None = None
     api_token: Text | None = None
@@ -95,10 +98,13 @@ class OpenAIBody(Body):
             raise ValueError("only with stream: true")
         return options
 
-    @field_validator("logit_bias")
+    @field_validator("logit_bias", mode="before")
     @classmethod
-    def _by_token_id(cls, bias: dict[str, float] | None) -> dict[str, float] | None:
-        for token_id in bias or {}:
+    def _few_and_by_token_id(cls, bias: Any) -> Any:
+        token_ids = bias if isinstance(bias, dict) else {}
+        if len(token_ids) > MAX_BIASES:
+            raise ValueError(f"has {len(token_ids)} tokens, more than {MAX_BIASES}")
+        for token_id in token_ids:
             if not (token_id.isascii() and token_id.isdecimal() and len(token_id) < 10):
                 raise ValueError(f"{token_id[:20]!r} is not a token id")
         return bias
@@ -160,13 +166,13 @@ class OpenAIBody(Body):
 
 
 class ChatBody(OpenAIBody):
-    messages: list[Message] = Field(min_length=1)
+    messages: Each[Message] = Field(min_length=1, max_length=MAX_MESSAGES)
     max_completion_tokens: int | None = Field(default=None, ge=1)
     logprobs: bool | None = None
     top_logprobs: int | None = Field(default=None, ge=0, le=MAX_ALTERNATIVES)
     """Needs logprobs."""
     response_format: AnswerFormat | None = None
-    tools: list[Tool] | None = Field(default=None, max_length=MAX_TOOLS)
+    tools: Each[Tool] | None = Field(default=None, max_length=MAX_TOOLS)
     tool_choice: Literal["none", "auto", "required"] | NamedTool | None = None
     """auto when there are tools."""
     parallel_tool_calls: bool | None = None
@@ -176,7 +182,7 @@ class ChatBody(OpenAIBody):
     prompt_cache_key: Text | None = None
     prompt_cache_retention: Literal["in_memory", "24h"] | None = None
     safety_identifier: Text | None = None
-    modalities: list[Literal["text"]] | None = None
+    modalities: Each[Literal["text"]] | None = None
     service_tier: Literal["auto", "default"] | None = None
     reasoning_effort: Literal["none"] | None = None
     verbosity: Literal["medium"] | None = None
@@ -207,7 +213,7 @@ class ChatBody(OpenAIBody):
 
 
 class CompletionBody(OpenAIBody):
-    prompt: Text | TokenIds | Prompts
+    prompt: Text | TokenIds | Prompts[Text] | Prompts[TokenIds]
     max_tokens: int | None = Field(default=None, ge=0)
     """16 when not given; 0 is for `echo`."""
     logprobs: int | None = Field(default=None, ge=0, le=MAX_COMPLETION_LOGPROBS)
@@ -251,7 +257,7 @@ class CompletionBody(OpenAIBody):
 class EmbeddingBody(Body):
     model: Text
     """The base model's id, an adapter's, or `base:adapter`."""
-    input: Text | list[int] | list[Text] | list[list[int]]
+    input: Text | Each[int] | Each[Text] | Each[Each[int]]
     """One text or its token ids, or a list of them."""
     encoding_format: Literal["float", "base64"] | None = None
     """float when not given; base64 is of little-endian float32."""
@@ -265,6 +271,8 @@ class EmbeddingBody(Body):
     @classmethod
     def _say_what_it_takes(cls, value: Any, validate: ValidatorFunctionWrapHandler) -> Any:
         """Four branches fail in four ways, which together tell nothing."""
+        if isinstance(value, list) and len(value) > MAX_INPUTS and not isinstance(value[0], int):
+            raise ValueError(f"has {len(value)} items, more than {MAX_INPUTS}")
         try:
             return validate(value)
         except ValidationError:
@@ -281,8 +289,6 @@ class EmbeddingBody(Body):
         inputs = one_or_several(self.input)
         if not inputs:
             raise InvalidRequest("input: must have at least one item", "input")
-        if len(inputs) > MAX_INPUTS:
-            raise InvalidRequest(f"input: has {len(inputs)} items, more than {MAX_INPUTS}", "input")
         return {f"input.{index}" if len(inputs) > 1 else "input": item for index, item in enumerate(inputs)}
 
 
@@ -290,5 +296,5 @@ def one_or_several(field: str | Sequence[int] | Sequence[str] | Sequence[list[in
     """Texts or token ids as a list of them, where one alone may stand for a list of one."""
     if isinstance(field, str):
         return [field]
-    token_ids = [item for item in field if isinstance(item, int)]
-    return [token_ids] if token_ids else [item for item in field if not isinstance(item, int)]
+    is_one = bool(field) and isinstance(field[0], int)
+    return cast("Sequence[str | list[int]]", [field] if is_one else field)

@@ -48,7 +48,7 @@ class GenerationRequest(msgspec.Struct, frozen=True, kw_only=True):
     pooling: Pooling = ""
     stop_token_ids: list[int] = []  # tokens that end it, beside EOS
     wants_prompt_logprobs: bool = False
-    deadline_s: float = 0.0  # from acceptance on; 0 = none
+    deadline_s: float = 0.0  # what is left of its time when it is sent; 0 = no limit
 
     @property
     def adapter_id(self) -> str:

@@ -4,8 +4,8 @@ import asyncio
 import math
 import secrets
 import time
-from collections.abc import AsyncGenerator, Collection, Mapping
-from contextlib import aclosing, asynccontextmanager
+from collections.abc import AsyncGenerator, Collection, Iterator, Mapping
+from contextlib import aclosing, asynccontextmanager, contextmanager
 from dataclasses import dataclass
 from importlib.metadata import version
 from typing import Any, NamedTuple
@@ -17,11 +17,13 @@ from loray.deployments.adapter_registry import merge_replicas
 from loray.deployments.adapter_status import AdapterStatus
 from loray.deployments.backend import Backend
 from loray.deployments.config import ServerArgs
+from loray.deployments.deadlines import in_time, seconds_left
 from loray.deployments.errors import DeadlineExceeded, EmbeddingFailed, Incomplete, InvalidRequest, LorayError, Unhealthy
 from loray.deployments.generation import Generation, Timing
 from loray.deployments.grammars import Grammars
 from loray.deployments.metrics import EMBEDDED, Metrics
 from loray.deployments.request import AdapterRef, GenerationRequest
+from loray.deployments.stop_strings import Shelter
 from loray.deployments.tokenizer import Tokenizer
 from loray.models.step import Sampling
 
@@ -74,8 +76,22 @@ class Service:
 
     @property
     def deadline_s(self) -> float:
-        """Of each request; 0 = none."""
+        """Of each request, from its receipt on; 0 = none."""
         return self.args.limits.request_timeout_s or 0.0
+
+    @asynccontextmanager
+    async def in_time(self, received: float) -> AsyncGenerator[None, None]:
+        """Around what takes time before a driver gets the request. Raises DeadlineExceeded."""
+        with self._telling_the_limit():
+            async with in_time(seconds_left(self.deadline_s, received), "it was still being prepared"):
+                yield
+
+    @contextmanager
+    def _telling_the_limit(self) -> Iterator[None]:
+        try:
+            yield
+        except DeadlineExceeded as error:
+            raise DeadlineExceeded(f"not finished within {self.deadline_s:g} s: {error.message}") from error
 
     @property
     def compute_type(self) -> str:
@@ -153,12 +169,16 @@ class Service:
             raise InvalidRequest(f"{name}: token {max(token_ids)} is unknown to the model, whose last is {vocab_size - 1}", name)
 
     @asynccontextmanager
-    async def generation(self, request: GenerationRequest, stops: list[str], timing: Timing) -> AsyncGenerator[Generation, None]:
-        """Leaving the block ends the generation, in whatever way, and counts it."""
-        generation = Generation(request, self.backend, self.tokenizer, stops, timing)
+    async def generation(
+        self, request: GenerationRequest, stops: list[str], timing: Timing, shelter: Shelter | None = None
+    ) -> AsyncGenerator[Generation, None]:
+        """Leaving the block ends the generation, in whatever way, and counts it. `shelter`: where in the text no stop string counts."""
+        request = _with_time_left(request, timing)
+        generation = Generation(request, self.backend, self.tokenizer, stops, timing, shelter)
         outcome = "cancelled"
         try:
-            yield generation
+            with self._telling_the_limit():
+                yield generation
             outcome = generation.finish_reason or outcome
         except LorayError as error:
             outcome = error.error_type
@@ -171,9 +191,11 @@ class Service:
     async def embed(self, request: GenerationRequest, name: str, timing: Timing) -> list[float]:
         """The embedding. Cancelling it aborts the request; it is counted in any case. `name` is what the API calls the field."""
         outcome = "cancelled"
+        request = _with_time_left(request, timing)
         timing.validated = time.monotonic()
         try:
-            embedding = await self._embedding(request, timing)
+            with self._telling_the_limit():
+                embedding = await self._embedding(request, timing)
             outcome = EMBEDDED
             return embedding
         except InvalidRequest as error:
@@ -259,3 +281,7 @@ class Service:
             "version": version("loray"),
             **self.facts,
         }
+
+
+def _with_time_left(request: GenerationRequest, timing: Timing) -> GenerationRequest:
+    return msgspec.structs.replace(request, deadline_s=seconds_left(request.deadline_s, timing.received))

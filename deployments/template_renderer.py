@@ -32,7 +32,10 @@ class TemplateRenderer:
         """The prompt. Raises TemplateError and Overloaded."""
         if self._num_pending >= MAX_PENDING:
             raise Overloaded(f"{MAX_PENDING} chat templates are being rendered already; try again")
-        job = msgspec.msgpack.encode(RenderJob(template, messages, tools, self._variables))
+        try:
+            job = msgspec.msgpack.encode(RenderJob(template, messages, tools, self._variables))
+        except (OverflowError, RecursionError) as error:  # of JSON that msgpack can't write
+            raise TemplateError(f"messages: arguments and tools are too deep or have too large a number: {error}", "messages") from None
         self._num_pending += 1
         try:
             rendered = await asyncio.get_running_loop().run_in_executor(self._thread, self._render, template, job)

@@ -36,14 +36,21 @@ def _prepare(_: bytes) -> Work:
                 **job.variables,
             )
         except jinja2.UndefinedError as error:
-            return Rendered(missing=str(error)[:500])
+            return Rendered(missing=_whole(str(error)[:500]))
         except Exception as error:  # a template is a program: it may raise anything
-            return Rendered(refusal=str(error)[:500] or type(error).__name__)
+            return Rendered(refusal=_whole(str(error)[:500]) or type(error).__name__)
         if len(texts[0]) > MAX_TEXT:
             return Rendered(refusal=f"it makes a text of {len(texts[0])} characters")
+        if _whole(texts[0]) != texts[0]:
+            return Rendered(refusal="it writes half of a surrogate pair, which is no character")
         return Rendered(text=texts[0])
 
     return lambda job: msgspec.msgpack.encode(render(msgspec.msgpack.decode(job, type=RenderJob)))
+
+
+def _whole(text: str) -> str:
+    """Templates can spell half a surrogate pair, which no wire takes."""
+    return text.encode("utf-8", "replace").decode()
 
 
 if __name__ == "__main__":

@@ -10,6 +10,8 @@ import jinja2
 from loray.deployments.errors import MissingTemplateVariable, TemplateError
 
 OFF_LOOP_CHARS = 4096  # about 1 ms of encoding; longer texts would hold up every other stream, so a thread does them
+OFF_LOOP_MESSAGES = 64  # the same, of what is done for each
+OFF_LOOP_TOKENS = 4096  # the same, of decoding
 
 T = TypeVar("T")
 
@@ -51,11 +53,10 @@ class Tokenizer:
 
     async def encode(self, text: str) -> list[int]:
         """With the special tokens the model expects around a plain prompt."""
-        return await _off_loop_if(len(text) > OFF_LOOP_CHARS, lambda: self._backend.encode(text).ids)
+        return await off_loop_if(len(text) > OFF_LOOP_CHARS, lambda: self._backend.encode(text).ids)
 
     async def spans(self, text: str, add_special_tokens: bool) -> list[TokenSpan]:
-        encoding = await _off_loop_if(len(text) > OFF_LOOP_CHARS, lambda: self._backend.encode(text, add_special_tokens=add_special_tokens))
-        return [TokenSpan(token_id, *offsets) for token_id, offsets in zip(encoding.ids, encoding.offsets, strict=True)]
+        return await off_loop_if(len(text) > OFF_LOOP_CHARS, lambda: self._spans(text, add_special_tokens))
 
     def chat_template(self, has_tools: bool) -> str:
         """The model's own, "" for none; some have another one for tools."""
@@ -66,17 +67,30 @@ class Tokenizer:
 
     async def encode_chat(self, messages: list[dict[str, Any]], tools: list[dict[str, Any]], template: str) -> list[int]:
         """The prompt that asks for the next assistant message. The template runs here: it is the model's own or the configured one."""
-        num_chars = sum(len(message["content"]) for message in messages)
-        is_long = num_chars > OFF_LOOP_CHARS or bool(tools) or template != self.chat_template(has_tools=False)
-        return await _off_loop_if(is_long, lambda: self._encode_chat(messages, tools, template))
+        is_long = is_much(messages) or sum(len(message["content"]) for message in messages) > OFF_LOOP_CHARS
+        is_long = is_long or bool(tools) or template != self.chat_template(has_tools=False)
+        return await off_loop_if(is_long, lambda: self._encode_chat(messages, tools, template))
 
     async def encode_rendered(self, text: str) -> list[int]:
         """A prompt that a chat template wrote, its own special tokens included."""
-        return await _off_loop_if(len(text) > OFF_LOOP_CHARS, lambda: self._backend.encode(text, add_special_tokens=False).ids)
+        return await off_loop_if(len(text) > OFF_LOOP_CHARS, lambda: self._encode_rendered(text))
+
+    async def decode_prompt(self, token_ids: list[int]) -> str:
+        """As `decode`; it may be long."""
+        return await off_loop_if(len(token_ids) > OFF_LOOP_TOKENS, lambda: self.decode(token_ids))
+
+    def _spans(self, text: str, add_special_tokens: bool) -> list[TokenSpan]:
+        encoding = self._backend.encode(text, add_special_tokens=add_special_tokens)
+        return [TokenSpan(token_id, *offsets) for token_id, offsets in zip(encoding.ids, encoding.offsets, strict=True)]
 
     def _encode_chat(self, messages: list[dict[str, Any]], tools: list[dict[str, Any]], template: str) -> list[int]:
-        text = self._render(messages, tools, template)
-        return self._backend.encode(text, add_special_tokens=False).ids  # the template wrote its own
+        return self._encode_rendered(self._render(messages, tools, template))
+
+    def _encode_rendered(self, text: str) -> list[int]:
+        try:
+            return self._backend.encode(text, add_special_tokens=False).ids  # the template wrote its own
+        except TypeError as error:  # half of a surrogate pair, which a template can write
+            raise TemplateError("messages: the chat template wrote half of a surrogate pair, which is no text", param="messages") from error
 
     def _render(self, messages: list[dict[str, Any]], tools: list[dict[str, Any]], template: str) -> str:
         try:
@@ -94,5 +108,10 @@ class Tokenizer:
         return self._backend.decode(token_ids, skip_special_tokens=True)
 
 
-async def _off_loop_if(is_long: bool, work: Callable[[], T]) -> T:
+def is_much(messages: list[dict[str, Any]]) -> bool:
+    """Arguments of calls are JSON of any length."""
+    return len(messages) > OFF_LOOP_MESSAGES or any("tool_calls" in message for message in messages)
+
+
+async def off_loop_if(is_long: bool, work: Callable[[], T]) -> T:
     return await asyncio.to_thread(work) if is_long else work()

@@ -5,6 +5,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from loray.deployments.errors import ToolError
+from loray.deployments.stop_strings import Shelter
 
 BEGIN = "<tool_call>"
 END = "</tool_call>"
@@ -44,10 +45,16 @@ def structural_tag(tools: list[Tool], is_forced: bool, is_single: bool, answer: 
     return json.dumps({"type": "structural_tag", "format": wanted})
 
 
+def calls_shelter(is_first: bool) -> Shelter:
+    """Calls. Their end counts only at the start of a line, where no JSON has it within a string."""
+    return Shelter(BEGIN, f"\n{END}", is_first)
+
+
 def parsed_arguments(arguments: str, name: str) -> dict[str, Any]:
     """Of a call that a caller sends back; `name` is the field's."""
     try:
         value = json.loads(arguments or "{}")
+        json.dumps(value, ensure_ascii=False, allow_nan=False).encode()  # refuses half characters and what only Python takes for JSON
     except (ValueError, RecursionError) as error:
         raise ToolError(f"{name}: is not JSON: {error}", name) from None
     if not isinstance(value, dict):

@@ -26,8 +26,10 @@ class Said:
 class ToolCallParser:
     """White space around calls is no text, and neither is the beginning of a marker."""
 
-    def __init__(self) -> None:
+    def __init__(self, is_first: bool = False) -> None:
+        """`is_first`: there are calls only if the text begins with one."""
         self.num_calls = 0
+        self._is_first = is_first
         self._held = ""  # not given out yet
         self._read = self._read_text
         self._depth = 0  # of brackets within the arguments
@@ -50,6 +52,9 @@ class ToolCallParser:
         return held if held.strip() or not self.num_calls else ""
 
     def _read_text(self, said: Said) -> bool:
+        if self._is_first and not self.num_calls and not _may_begin_call(self._held):
+            self._read = self._read_plain
+            return True
         text, marker, rest = self._held.partition(BEGIN)
         if marker:
             said.text += text.rstrip()
@@ -58,6 +63,11 @@ class ToolCallParser:
         stop = len(text[: len(text) - _num_begun(text)].rstrip())
         said.text += text[:stop]
         self._held = text[stop:]
+        return False
+
+    def _read_plain(self, said: Said) -> bool:
+        said.text += self._held
+        self._held = ""
         return False
 
     def _read_head(self, said: Said) -> bool:
@@ -103,6 +113,11 @@ class ToolCallParser:
                 if not self._depth:
                     return position + 1
         return None
+
+
+def _may_begin_call(text: str) -> bool:
+    begun = text.lstrip()[: len(BEGIN)]
+    return BEGIN.startswith(begun)
 
 
 def _num_begun(text: str) -> int:

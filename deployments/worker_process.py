@@ -48,10 +48,14 @@ class WorkerProcess:
     def is_running(self) -> bool:
         return self._process is not None and self._process.poll() is None
 
-    def ask(self, job: bytes) -> bytes:
-        """What the worker makes of it. Raises WorkerLost, and Incomplete where no worker can be started."""
+    def start(self) -> None:
+        """Unless it runs already. Raises Incomplete."""
         if not self.is_running:
             self._launch()
+
+    def ask(self, job: bytes) -> bytes:
+        """What the worker makes of it. Raises WorkerLost, and Incomplete where no worker can be started."""
+        self.start()
         try:
             self._connection.send_bytes(job)
             if self._connection.poll(self._limits.timeout_s):
@@ -61,6 +65,12 @@ class WorkerProcess:
             raise WorkerLost from error
         self.stop()
         raise WorkerTooSlow
+
+    def kill(self) -> None:
+        """From any thread: who waits for an answer is told that the worker is lost."""
+        process = self._process
+        if process:
+            process.kill()
 
     def stop(self) -> None:
         if self._process:

@@ -57,9 +57,13 @@ class AdapterConfig:
             self._compile("layers_pattern", name, r"(?:^|.*?\.)", r"\.(?P<idx>\d+)\.")
             for name in ([names] if isinstance(names, str) else names)
         ]
+        self._endings: dict[str, tuple[str, ...]] = {}
         for field in ("target_modules", "exclude_modules"):
-            if isinstance(pattern := self._fields.get(field), str) and pattern:
-                self._patterns[field] = [self._compile(field, pattern, is_full=True)]
+            modules = self._fields.get(field) or []
+            if isinstance(modules, str):
+                self._patterns[field] = [self._compile(field, modules, is_full=True)]
+            else:
+                self._endings[field] = tuple(f".{module}" for module in modules)
         self.use_dora, self._use_rslora, self.lora_bias, self.ensure_weight_tying = (bool(self._fields.get(flag)) for flag in FLAGS)
 
     def rank(self, name: str) -> int:
@@ -135,9 +139,8 @@ class AdapterConfig:
 
     def _is_listed(self, field: str, name: str) -> bool:
         """A string is a regular expression for the whole name; of a list, one must be the name or its end."""
-        modules = self._fields.get(field)
-        if isinstance(modules, list):
-            return any(f".{name}".endswith(f".{module}") for module in modules)
+        if field in self._endings:
+            return f".{name}".endswith(self._endings[field])
         return self._first(field, name) is not None
 
     def _is_in_layers(self, name: str) -> bool:

@@ -18,7 +18,8 @@ MAX_SECONDS_LOCKED = 0.005  # what the interpreter gives a thread anyway; to let
 
 _PLAIN = re.compile(r"[\w.-]+", re.ASCII)
 _COUNT = re.compile(r"\{(\d*),?(\d*)\}")
-_ONLY_IN_REGEX = re.compile(r"\{(?!\d*(,\d*)?\})|\[:\^?\w+:\]")  # fuzzy matching and POSIX classes, which `re` reads as plain characters
+# Fuzzy matching and POSIX classes, which `re` reads as plain characters; conditions, which see other groups of a repetition.
+_OTHERWISE_IN_REGEX = re.compile(r"\{(?!\d*(,\d*)?\})|\[:\^?\w+:\]|\(\?\(")
 
 
 class PatternError(Exception):
@@ -66,7 +67,7 @@ class PatternBudget:
 
     def _match(self, pattern: Pattern, text: str, deadline: float) -> Any:
         try:
-            return pattern.match(text, timeout=MAX_SECONDS_LOCKED)
+            return pattern.match(text, timeout=MAX_SECONDS_LOCKED, concurrent=False)
         except TimeoutError:
             seconds_left = deadline - thread_time()
             self._check_time(seconds_left)
@@ -87,8 +88,8 @@ def _check_text(pattern: str) -> None:
     # Blanks and comments could hide what is repeated; `re` goes through every character of a range beyond ASCII.
     if not pattern.isascii() or not pattern.isprintable() or re.search(r"[ #]|\\[uUN]", pattern):
         raise PatternError("has characters that are in no module's name")
-    if _ONLY_IN_REGEX.search(pattern):
-        raise PatternError("has braces that are no count, or a named class of characters")
+    if _OTHERWISE_IN_REGEX.search(pattern):
+        raise PatternError("has braces that are no count, a named class of characters or a condition")
     counts = [max(1, *(int(number or 1) for number in count.groups())) for count in _COUNT.finditer(pattern)]
     if len(pattern) * prod(counts) * 2 ** pattern.count(")+") > MAX_COMPILED_LEN:  # x+ is written out as x x*
         raise PatternError("has too many repetitions")

@@ -20,6 +20,7 @@ if TYPE_CHECKING:  # imported when the first grammar comes: few servers see one
     from xgrammar import CompiledGrammar, GrammarMatcher, TokenizerInfo
 
 MAX_COMPILED = 64  # grammars that are kept, whether or not anybody uses them
+MAX_COMPILED_BYTES = 64 * 2**20  # of them as JSON, of which a MiB takes 25 ms to read
 # An ambiguous grammar takes longer with every token, one that counts far takes long, and all sequences wait. CPU seconds that it may take:
 TOKEN_S = 0.05  # for each token; a string of at most 400 characters takes 20 ms with a vocabulary of 49,000
 SAVED_S = 0.5  # beyond that, while it has not used them up
@@ -32,7 +33,10 @@ class GrammarMasks:
         self._trust_remote_code = trust_remote_code
         self._vocabulary: TokenizerInfo | None = None
         self._reading = threading.Lock()  # over the vocabulary, until it is there
-        self._compiled: OrderedDict[bytes, CompiledGrammar] = OrderedDict()  # by hash, least recently used first
+        self._compiled: OrderedDict[bytes, tuple[CompiledGrammar, int]] = (
+            OrderedDict()
+        )  # with its bytes, by hash, least recently used first
+        self._num_compiled_bytes = 0
         self._matchers: dict[int, GrammarMatcher] = {}  # by slot
         self._seconds_left: dict[int, float] = {}  # by slot, of those with a matcher
         self.failures: dict[int, str] = {}  # slot -> why its sequence cannot go on
@@ -51,8 +55,10 @@ class GrammarMasks:
         if not grammar:
             return
         try:
-            self._matchers[slot] = self._matcher(grammar)
+            self.vocabulary()  # its time is nobody's fault
             self._seconds_left[slot] = SAVED_S
+            with self._timed(slot):
+                self._matchers[slot] = self._matcher(grammar)
         except (RuntimeError, ValueError, OSError, zlib.error) as error:  # xgrammar's own errors are RuntimeErrors
             self.failures[slot] = f"the grammar can't be read: {error}"
         for token_id in output_ids:
@@ -84,7 +90,8 @@ class GrammarMasks:
         yield
         self._seconds_left[slot] -= time.thread_time() - start
         if self._is_timed and self._seconds_left[slot] < 0:
-            self.failures[slot] = f"the grammar takes too long: more than {1000 * TOKEN_S:g} ms a token; it is ambiguous, or counts too far"
+            limit = f"more than {1000 * TOKEN_S:g} ms a token"
+            self.failures[slot] = f"the grammar takes too long: {limit}; it is ambiguous, counts too far or is too large"
 
     def mask(self, scores: Tensor, slots: Sequence[int], unwanted: Sequence[Sequence[int]]) -> None:
         """In place, [num_rows, vocab_size]: what the grammar of a row's slot does not allow becomes impossible. So does what is unwanted,
@@ -128,11 +135,13 @@ class GrammarMasks:
     def _matcher(self, grammar: bytes) -> "GrammarMatcher":
         import xgrammar
 
-        vocabulary = self.vocabulary()
         key = hashlib.sha256(grammar).digest()
         if key not in self._compiled:
-            self._compiled[key] = xgrammar.CompiledGrammar.deserialize_json(zlib.decompress(grammar).decode(), vocabulary)
+            text = zlib.decompress(grammar).decode()
+            self._compiled[key] = xgrammar.CompiledGrammar.deserialize_json(text, self.vocabulary()), len(text)
+            self._num_compiled_bytes += len(text)
         self._compiled.move_to_end(key)
-        if len(self._compiled) > MAX_COMPILED:
-            self._compiled.popitem(last=False)
-        return xgrammar.GrammarMatcher(self._compiled[key])
+        compiled, _ = self._compiled[key]
+        while len(self._compiled) > MAX_COMPILED or self._num_compiled_bytes > MAX_COMPILED_BYTES:
+            self._num_compiled_bytes -= self._compiled.popitem(last=False)[1][1]
+        return xgrammar.GrammarMatcher(compiled)

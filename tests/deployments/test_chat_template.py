@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+import threading
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -20,6 +21,7 @@ from loray.deployments.errors import AdapterFailed, AdapterNotFound, LorayError
 from loray.deployments.openai import OpenAIApi
 from loray.deployments.openai_request import ChatBody
 from loray.deployments.request import AdapterRef
+from loray.deployments.tokenizer import Tokenizer
 from loray.deployments.worker_process import WorkerLimits
 from tests.deployments.file_server import HubServer
 from tests.deployments.peft_folder import SHAPES, save_folder
@@ -92,19 +94,46 @@ def test_the_configured_template_may_be_a_file(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("template", "says"),
+    ("template", "says", "code"),
     [
-        ("{{ persona.name }}", "'persona' is undefined"),
-        ("{{ messages[0].mood.upper() }}", "has no attribute 'mood'"),
-        ("{% if %}", "Expected an expression"),
-        ("{{ 1 // 0 }}", "division"),
-        ("{{ raise_exception('only alternating roles') }}", "only alternating roles"),
+        ("{{ persona.name }}", "'persona' is undefined", "missing_template_variable"),
+        ("{{ messages[0].mood.upper() }}", "has no attribute 'mood'", "missing_template_variable"),
+        ("{% if %}", "Expected an expression", "template_error"),
+        ("{{ 1 // 0 }}", "division", "template_error"),
+        ("{{ raise_exception('only alternating roles') }}", "only alternating roles", "template_error"),
+        ("{{ '\\ud800' }}", "half of a surrogate pair", "template_error"),
     ],
 )
-def test_a_template_that_fails_says_why(template: str, says: str) -> None:
+def test_a_template_that_fails_says_why(template: str, says: str, code: str) -> None:
     response = answer(saying("x"), {"model": {"chat_template": template}})
     error = response.json()["error"]
-    assert (response.status_code, error["param"]) == (400, "messages") and says in error["message"]
+    assert (response.status_code, error["param"], error["code"]) == (400, "messages", code) and says in error["message"]
+
+
+def test_what_an_adapters_template_can_not_be_given_or_tell_is_refused() -> None:
+    backend = saying("x")
+    backend.templates |= {"tools": TOOLS, "half": "{{ '\\ud800' }}", "raises": "{{ raise_exception('\\ud800') }}"}
+    service = service_of(backend)
+    call = {"id": "1", "type": "function", "function": {"name": "weather", "arguments": f'{{"city": {10**30}}}'}}
+    body: dict[str, Any] = {"messages": [{"role": "assistant", "content": None, "tool_calls": [call]}]}
+    for name, says in {"tools": "too large a number", "half": "half of a surrogate pair", "raises": "refused them: ?"}.items():
+        response = send(service, "POST", CHAT, json={**body, "model": name})
+        error = response.json()["error"]
+        assert (response.status_code, error["code"]) == (400, "template_error") and says in error["message"]
+
+
+@pytest.mark.parametrize(("num_messages", "has_calls", "is_alone"), [(2, False, False), (100, False, True), (2, True, True)])
+def test_a_template_with_much_to_do_holds_nobody_up(num_messages: int, has_calls: bool, is_alone: bool) -> None:
+    class Noting(Tokenizer):
+        def _render(self, *args: Any) -> str:
+            threads.append(threading.current_thread())
+            return super()._render(*args)
+
+    threads: list[threading.Thread] = []
+    message = {"role": "user", "content": ""} | ({"tool_calls": []} if has_calls else {})
+    tokenizer = Noting(HF)
+    run(tokenizer.encode_chat([message] * num_messages, [], tokenizer.chat_template(has_tools=False)))
+    assert [thread is not threading.main_thread() for thread in threads] == [is_alone]
 
 
 def test_a_developer_is_the_system_where_the_template_knows_none() -> None:
@@ -121,11 +150,12 @@ def test_a_template_that_knows_tools_gets_calls_and_their_arguments_as_objects()
     assert prompt(saying("x"), short, messages=messages) == "<tool_call>\n"
 
 
-@pytest.mark.parametrize("arguments", ["{", "[1]", "NaN"])
+@pytest.mark.parametrize("arguments", ["{", "[1]", "NaN", '{"a": NaN}', '{"a": "\\ud800"}', '{"\\ud800": 1}'])
 def test_a_call_sent_back_with_broken_arguments_is_refused_by_name(arguments: str) -> None:
     call = {"id": "1", "type": "function", "function": {"name": "weather", "arguments": arguments}}
     response = answer(saying("x"), {}, messages=[{"role": "assistant", "content": None, "tool_calls": [call]}])
-    assert (response.status_code, response.json()["error"]["param"]) == (400, "messages.0.tool_calls.0.function.arguments")
+    error = response.json()["error"]
+    assert (response.status_code, error["code"], error["param"]) == (400, "tool_error", "messages.0.tool_calls.0.function.arguments")
 
 
 def test_a_folders_template_is_its_jinja_file_else_in_its_tokenizers_configuration(tmp_path: Path) -> None:

@@ -1,4 +1,11 @@
-from loray.deployments.deadlines import MAX_SURPLUS, Deadlines
+import asyncio
+import time
+
+import pytest
+
+from loray.deployments.deadlines import MAX_SURPLUS, Deadlines, in_time, seconds_left
+from loray.deployments.errors import DeadlineExceeded
+from tests.deployments.scripted_backend import run
 
 
 def test_the_earliest_comes_first_and_only_when_it_is_due() -> None:
@@ -18,3 +25,24 @@ def test_requests_that_ended_in_time_take_no_room_for_long() -> None:
         deadlines.forget_ended({str(i): None})
         assert len(deadlines._heap) <= MAX_SURPLUS + 2
     assert list(deadlines.pop_due(1000))[0] == "999"
+
+
+def test_what_is_left_of_a_limit_is_never_none_at_all() -> None:
+    now = time.monotonic()
+    assert 4 < seconds_left(10, now - 5) <= 5
+    assert 0 < seconds_left(10, now - 50) < 0.01
+    assert seconds_left(0, now - 50) == seconds_left(float("nan"), now) == 0
+
+
+def test_what_takes_longer_than_its_time_is_ended_and_other_timeouts_stay_what_they_are() -> None:
+    async def scenario() -> None:
+        with pytest.raises(DeadlineExceeded, match="still asleep"):
+            async with in_time(0.01, "still asleep"):
+                await asyncio.Event().wait()
+        with pytest.raises(TimeoutError):
+            async with in_time(60, ""):
+                raise TimeoutError
+        async with in_time(0, ""):
+            await asyncio.sleep(0)
+
+    run(scenario())

@@ -12,10 +12,11 @@ import pytest
 from ray.exceptions import ActorDiedError, RayTaskError
 
 from loray.cluster.channel import Address
+from loray.deployments import driver_client
 from loray.deployments.adapter_records import AdapterChange
 from loray.deployments.adapter_registry import AdapterRegistry, Patience
 from loray.deployments.driver_client import MAX_LOSSES, DriverClient
-from loray.deployments.errors import Incomplete, Unhealthy
+from loray.deployments.errors import AdapterFailed, DeadlineExceeded, Incomplete, Unhealthy
 from loray.deployments.registry_follower import RegistryFollower
 from loray.deployments.request import AdapterRef, GenerationRequest, TokenEvent
 from loray.deployments.token_channel import TokenSender
@@ -120,10 +121,51 @@ def test_what_a_lost_replica_used_of_the_deadline_is_used() -> None:
     driver = Driver([[ACCEPTED, tokens(1)], [ACCEPTED, tokens(7, finish_reason="length")]])
     collect(driver, msgspec.structs.replace(request(), deadline_s=60.0))
     first, second = (sent.deadline_s for sent in driver.requests)
-    assert 0 < second < first == 60.0
+    assert 0 < second < first <= 60.0
     unlimited = Driver([[ACCEPTED, tokens(1)], [ACCEPTED, tokens(7, finish_reason="length")]])
     collect(unlimited, request())
     assert [sent.deadline_s for sent in unlimited.requests] == [0.0, 0.0]
+
+
+class Hangs(Driver):
+    """Takes requests, and questions for templates, and never says a word."""
+
+    is_cancelled = False
+
+    @property
+    def chat_template(self) -> Any:
+        return SimpleNamespace(remote=lambda _: Response(asyncio.create_task(self._play("", Address("", b"")))))
+
+    async def _play(self, request_id: str, reply: Address) -> None:
+        try:
+            await asyncio.Event().wait()
+        finally:
+            self.is_cancelled = True
+
+
+def test_a_deadline_ends_also_what_no_replica_takes(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(driver_client, "GRACE_S", 0.0)
+    driver = Hangs([])
+
+    async def scenario() -> None:
+        with pytest.raises(DeadlineExceeded):
+            async for _ in Client(driver).generate(msgspec.structs.replace(request(), deadline_s=0.02)):
+                raise AssertionError("nothing comes")
+        while not driver.is_cancelled:
+            await asyncio.sleep(0)
+
+    play(driver, scenario())
+
+
+def test_a_template_whose_adapter_is_long_on_its_way_is_told_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(driver_client, "TEMPLATE_S", 0.02)
+    driver = Hangs([])
+
+    async def scenario() -> None:
+        with pytest.raises(AdapterFailed, match="'pirate': .* still being fetched; try again"):
+            await Client(driver).chat_template(AdapterRef(adapter_id="pirate"))
+
+    play(driver, scenario())
 
 
 def test_replicas_that_are_lost_without_a_result_are_an_error() -> None:

@@ -67,6 +67,16 @@ def test_a_special_token_can_be_a_stop_string() -> None:
     assert ("".join(piece.text for piece in pieces), generation.finish_reason) == ("hello", "stop_sequence")
 
 
+def test_no_stop_string_ends_it_before_the_least_number_of_tokens() -> None:
+    start_id = HF.convert_tokens_to_ids("<|im_start|>")
+    script = [*tokens_of("ab ab ab ab"), [start_id]]
+    for least, text in {0: "", 2: "", 3: "ab ", 6: "ab ab ", 9: "ab ab ab ab"}.items():
+        request = wanting("x", sampling=Sampling(min_new_tokens=least))
+        generation, pieces = generate(ScriptedBackend(script, finish="length"), ["ab", "<|im_start|>"], request)
+        assert "".join(piece.text for piece in pieces) == text and generation.num_tokens >= least
+        assert generation.finish_reason == "stop_sequence"
+
+
 def test_text_that_only_began_a_stop_string_is_given_out_at_the_end() -> None:
     generation, pieces = generate(ScriptedBackend(tokens_of("hello"), finish="length"), stops=["lo there"])
     assert ("".join(piece.text for piece in pieces), generation.finish_reason) == ("hello", "length")

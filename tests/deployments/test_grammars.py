@@ -79,10 +79,25 @@ def test_what_is_no_utf8_is_no_character(pattern: str) -> None:
     assert taken(pattern, [*broken, "\u00a1", "\u0800", "\U00010000", "🙂"]) == ["\u00a1", "\u0800", "\U00010000", "🙂"]
 
 
+def test_what_is_optional_is_whole_or_not_there() -> None:
+    assert taken("^x(bc*|ac*)?$", ["x", "xb", "xacc", "xc", "xcc"]) == ["x", "xb", "xacc"]
+    assert taken(r"^[)]?(?:\)?b)?$", ["", ")", "b", "))b", "))"]) == ["", ")", "b", "))b"]
+
+
 def test_a_string_of_limited_length_has_whole_characters_only() -> None:
     grammar = read(compiled("json_schema", json.dumps({"type": "string", "maxLength": 2})))
     assert not any(xgrammar.GrammarMatcher(grammar).accept_string(b'"' + bad + b'"') for bad in (b"\xe0\x80\x80", b"\xf0\x80\x80\x80"))
     assert xgrammar.GrammarMatcher(grammar).accept_string('"ࠀ🙂"') and not xgrammar.GrammarMatcher(grammar).accept_string('"abc"')
+
+
+@pytest.mark.parametrize("declared", [["a", "ab"], ["abc", 'q"', "日本"], [""]])
+def test_a_declared_name_comes_with_its_own_value_however_it_is_spelled(declared: list[str]) -> None:
+    properties = {name: {"type": "integer"} for name in declared}
+    grammar = read(compiled("json_schema", json.dumps({"properties": properties, "additionalProperties": {"type": "string"}})))
+    names = ["", "a", "ab", "abc", "abcd", "b", "日", "日本", 'q"']
+    spelled = [*(json.dumps(name, ensure_ascii=False) for name in names), '"\\u0061"', '"\\u0061bc"', '"\\u65e5\\u672c"']
+    taken = [name for name in spelled if xgrammar.GrammarMatcher(grammar).accept_string(f'{{{name}: "text"}}')]
+    assert [json.loads(name) for name in taken] == [name for name in names if name not in declared and name != 'q"']
 
 
 def test_a_dot_is_no_new_line() -> None:
@@ -112,20 +127,46 @@ def test_the_schemas_of_a_structural_tag_are_checked_too() -> None:
         ("ebnf", 'root ::= "yes" | nope', "nope"),
         ("ebnf", "", "root"),
         ("structural_tag", "{}", "format"),
+        ("ebnf", "root ::= root", "none of the model's tokens"),
+        ("regex", r"a[^\s\S]", "none of the model's tokens"),
     ],
 )
 def test_what_cannot_be_read_is_refused(kind: str, text: str, says: str) -> None:
     assert says in refusal(kind, text)
 
 
+def test_what_xgrammar_would_ignore_is_refused_by_a_worker_that_refused_before() -> None:
+    for char in "abc":  # one more than workers
+        assert "not recognized" in refusal("json_schema", json.dumps({"type": "string", "pattern": rf"^\A{char}\Z$"}))
+
+
 @pytest.fixture(scope="module")
 def limited() -> Iterator[Grammars]:
-    made = grammars(compile_timeout_s=3, max_compiled_bytes="200KiB")
+    made = grammars(compile_timeout_s=3, max_compiled_bytes="200KiB", cache_bytes="256KiB")
     yield made
     made.close()
 
 
-def test_a_schema_that_explodes_is_given_up_while_others_go_on(limited: Grammars) -> None:
+@pytest.fixture
+def jobs(monkeypatch: pytest.MonkeyPatch) -> list[type | None]:
+    """How the workers' jobs ended, so far: with what exception, if any."""
+    ended: list[type | None] = []
+    worker_ask = module.WorkerProcess.ask
+
+    def ask(self: module.WorkerProcess, job: bytes) -> bytes:
+        place = len(ended)
+        ended.append(None)
+        try:
+            return worker_ask(self, job)
+        except module.WorkerLost as error:
+            ended[place] = type(error)
+            raise
+
+    monkeypatch.setattr(module.WorkerProcess, "ask", ask)
+    return ended
+
+
+def test_a_schema_that_explodes_is_given_up_while_others_go_on(limited: Grammars, jobs: list[type | None]) -> None:
     async def both() -> None:
         await asyncio.gather(*(limited.compile(GrammarSpec("regex", text), "response_format") for text in "ab"))  # starts the processes
         exploding = asyncio.create_task(limited.compile(GrammarSpec("json_schema", json.dumps(EXPLOSIVE)), "response_format"))
@@ -137,6 +178,44 @@ def test_a_schema_that_explodes_is_given_up_while_others_go_on(limited: Grammars
 
     asyncio.run(both())
     assert compiled("json_schema", '{"type": "boolean"}', limited)
+    num_jobs = len(jobs)
+    assert "takes more than 3 s" in refusal("json_schema", json.dumps(EXPLOSIVE), limited)
+    assert len(jobs) == num_jobs, "it is not tried again at once"
+
+
+def test_the_cache_keeps_the_last_used_that_fit(limited: Grammars, jobs: list[type | None]) -> None:
+    first, *others = (json.dumps({"type": "null", "description": letter * 20_000}) for letter in "abcd")  # 80 KB of the cache each
+    for text in (first, others[0], first, others[1], first, others[2], first):
+        compiled("json_schema", text, limited)
+    assert len(jobs) == 4
+    compiled("json_schema", others[0], limited)
+    assert len(jobs) == 5
+
+
+def test_what_nobody_waits_for_any_more_leaves_its_place_and_its_worker(
+    limited: Grammars, jobs: list[type | None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(module, "MAX_PENDING", 4)
+    monkeypatch.setattr(module, "LEFT_S", 0.0)
+    exploding = [GrammarSpec("json_schema", json.dumps({**EXPLOSIVE, "title": title})) for title in "abcd"]
+
+    async def all_leave() -> None:
+        tasks = [asyncio.create_task(limited.compile(spec, "response_format")) for spec in exploding]
+        while not jobs:
+            await asyncio.sleep(0.01)
+        with pytest.raises(Overloaded):
+            await limited.compile(GrammarSpec("regex", "too many"), "response_format")
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+        assert await limited.compile(GrammarSpec("regex", "now"), "response_format")
+        while None in jobs[:-1]:
+            await asyncio.sleep(0.01)
+
+    asyncio.run(all_leave())
+    *left, good = jobs
+    assert good is None and len(left) <= module.NUM_WORKERS, "what waited for a worker never had one"
+    assert set(left) == {module.WorkerLost}, "what ran was killed before its time"
 
 
 def test_sizes_are_limited(limited: Grammars) -> None:
@@ -150,10 +229,7 @@ def test_sizes_are_limited(limited: Grammars) -> None:
     poor.close()
 
 
-def test_one_schema_is_compiled_once_for_all_who_want_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    jobs = []
-    worker_ask = module.WorkerProcess.ask
-    monkeypatch.setattr(module.WorkerProcess, "ask", lambda self, job: jobs.append(job) or worker_ask(self, job))
+def test_one_schema_is_compiled_once_for_all_who_want_it(jobs: list[type | None]) -> None:
     spec = GrammarSpec("json_schema", '{"const": "once"}')
 
     async def many() -> list[bytes]:

@@ -37,6 +37,13 @@ def test_a_wanted_adapter_is_prepared_once_and_ready_when_it_has_arrived() -> No
     assert tier.take_orders() == ([], [])
 
 
+def test_what_an_adapter_has_beside_its_pages_counts() -> None:
+    tier, large = HostTier(30, PAGE), Adapter("large", "large", "large", 1, extra_bytes=25)
+    assert not tier.could_hold(large, [])
+    tier.want(Adapter("fits", "fits", "fits", 1, extra_bytes=20))
+    assert tier.num_bytes == 30
+
+
 def test_room_is_made_of_the_least_recently_wanted() -> None:
     tier, a, b, c = HostTier(20, PAGE), adapter("a"), adapter("b"), adapter("c")
     hold(tier, a, b)

@@ -1,15 +1,22 @@
 """What stands around the routes: sizes, numbers, keys, origins."""
 
 import asyncio
+import threading
 from collections.abc import AsyncIterator
 from typing import Any
 
 import httpx
 import pytest
+from pydantic import ValidationError
 
+from loray.deployments import native
+from loray.deployments.error_shapes import MAX_ERRORS, MAX_NAME_CHARS
+from loray.deployments.errors import InvalidRequest
 from loray.deployments.http_app import make_app
+from loray.deployments.native_request import Body, ClassifyBatchBody, GenerateBody, parse
 from loray.deployments.service import Service
-from tests.deployments.scripted_backend import BASE, ScriptedBackend, run, saying, send, service_of
+from loray.deployments.tokenizer import OFF_LOOP_CHARS, Tokenizer
+from tests.deployments.scripted_backend import BASE, HF, MAX_TOTAL_TOKENS, ScriptedBackend, post, run, saying, send, service_of
 from tests.deployments.test_metrics import value
 
 SMALL = {"limits": {"max_body_bytes": 100}}
@@ -116,3 +123,88 @@ def test_the_errors_of_every_route_are_described() -> None:
     for path, methods in described.items():
         for method, operation in methods.items():
             assert expected <= operation["responses"].keys(), f"{method} {path}"
+
+
+MANY = 5000
+MISTAKES = {
+    "texts": (ClassifyBatchBody, {"inputs": [1] * MANY}),
+    "names": (GenerateBody, {"inputs": "x", **{f"unknown{i}": i for i in range(MANY)}}),
+    "deeper names": (GenerateBody, {"inputs": "x", "parameters": {f"unknown{i}": i for i in range(MANY)}}),
+    "stops": (GenerateBody, {"inputs": "x", "parameters": {"stop": [1] * MANY}}),
+    "merge": (GenerateBody, {"inputs": "x", "parameters": {"merged_adapters": {"ids": [1] * MANY, "weights": ["1"] * MANY}}}),
+}
+
+
+@pytest.mark.parametrize("case", MISTAKES)
+def test_a_body_of_mistakes_makes_few_errors(case: str) -> None:
+    kind, body = MISTAKES[case]
+    with pytest.raises(ValidationError) as mistakes:
+        kind.model_validate(body)
+    assert mistakes.value.error_count() <= MAX_ERRORS
+
+
+def test_unknown_names_are_told_though_there_are_many_and_long_ones_are_cut() -> None:
+    body = {"inputs": 5, **{f"unknown{i}" + "o" * 1000: i for i in range(MANY)}, "stream": 7}
+    with pytest.raises(InvalidRequest) as refused:
+        parse(GenerateBody, body)
+    assert "inputs: " in refused.value.message and "stream: " in refused.value.message and "unknown0o" in refused.value.message
+    assert len(refused.value.message) < 2 * MAX_ERRORS * MAX_NAME_CHARS
+    response = post(saying("x"), "/generate", body)
+    assert response.status_code == 422 and response.json()["error"] == refused.value.message
+
+
+def test_no_more_errors_are_told_than_can_be_read() -> None:
+    class Wide(Body):
+        numbers: list[int]
+
+    with pytest.raises(InvalidRequest) as refused:
+        parse(Wide, {"numbers": ["one"] * MANY})
+    assert refused.value.message.count("numbers.") == MAX_ERRORS
+
+
+def test_a_text_that_no_prompt_could_be_is_not_tokenized() -> None:
+    most = native.MAX_CHARS_A_TOKEN * MAX_TOTAL_TOKENS
+    assert post(saying("x"), "/tokenize", {"inputs": "a" * most}).status_code == 200
+    refused = post(saying("x"), "/tokenize", {"inputs": "a" * (most + 1)})
+    assert (refused.status_code, refused.json()["error_type"]) == (422, "validation")
+    assert f"inputs: has {most + 1} characters, more than the {most}" in refused.json()["error"]
+
+
+def test_the_tokens_of_a_long_text_are_written_off_the_event_loop(monkeypatch: pytest.MonkeyPatch) -> None:
+    threads = []
+
+    class Noted(native.JSONResponse):
+        def render(self, content: Any) -> bytes:
+            threads.append(threading.current_thread())
+            return super().render(content)
+
+    class Spans(Tokenizer):
+        def _spans(self, text: str, add_special_tokens: bool) -> Any:
+            threads.append(threading.current_thread())
+            return super()._spans(text, add_special_tokens)
+
+    monkeypatch.setattr(native, "JSONResponse", Noted)
+    service = service_of(saying("x"))
+    service.tokenizer, service.max_total_tokens = Spans(HF), OFF_LOOP_CHARS
+    assert len(send(service, "POST", "/tokenize", json={"inputs": "hello " * OFF_LOOP_CHARS}).json()) > 1
+    assert len(threads) == 2 and threading.current_thread() not in threads
+
+
+@pytest.mark.parametrize("scheme", ["bearer", "BEARER", "Bearer "])
+def test_the_scheme_of_a_key_may_be_written_in_any_case(scheme: str) -> None:
+    service = service_of(saying("x"), **KEYS)
+    assert send(service, "GET", "/info", headers={"Authorization": f"{scheme} sesame"}).status_code == 200
+    assert send(service, "GET", "/info", headers={"Authorization": f"{scheme} sesam"}).status_code == 401
+    assert send(service, "GET", "/info", headers={"Authorization": "Basic sesame"}).status_code == 401
+
+
+@pytest.mark.parametrize("path", ["/", "/health", "/ping"])
+def test_health_checks_without_a_body_need_no_key_either(path: str) -> None:
+    service = service_of(saying("x"), **KEYS)
+    assert send(service, "HEAD", path).status_code == send(service, "GET", path).status_code == 200
+    assert send(service, "HEAD", "/info").status_code == 401
+
+
+def test_info_tells_the_limit_that_holds() -> None:
+    service = service_of(saying("x"), limits={"max_concurrent_requests": 3})
+    assert send(service, "GET", "/info").json()["max_concurrent_requests"] == 3

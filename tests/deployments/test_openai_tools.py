@@ -169,6 +169,41 @@ def test_a_call_cut_by_length_ends_by_length() -> None:
     assert (choice["finish_reason"], choice["message"]["tool_calls"][0]["function"]["arguments"]) == ("length", '{"city": "Ber')
 
 
+@pytest.mark.parametrize("choice", ["auto", "required"])
+@pytest.mark.parametrize("stop", ['"days"', "}", "\n", "3", "tool_call>\n"])
+def test_a_stop_string_does_not_cut_a_call(stop: str, choice: str) -> None:
+    (answer,) = chat(saying(CALL), tools=[WEATHER], tool_choice=choice, stop=stop).json()["choices"]
+    (call,) = answer["message"]["tool_calls"]
+    assert (json.loads(call["function"]["arguments"]), answer["finish_reason"]) == ({"city": "Bern", "days": 3}, "tool_calls")
+
+
+def test_a_stop_string_counts_before_and_after_calls() -> None:
+    before, after = (chat(saying(text), tools=[WEATHER], stop="#").json()["choices"][0] for text in (f"a # {CALL}", f"{CALL} b # c"))
+    assert (before["message"]["content"], before["finish_reason"]) == ("a ", "stop") and "tool_calls" not in before["message"]
+    assert (after["message"]["content"], after["finish_reason"], len(after["message"]["tool_calls"])) == (" b", "tool_calls", 1)
+
+
+def test_a_stop_string_can_not_keep_a_required_call_away() -> None:
+    (answer,) = chat(saying(CALL), tools=[WEATHER], tool_choice="required", stop="<").json()["choices"]
+    assert answer["finish_reason"] == "tool_calls"
+
+
+@pytest.mark.parametrize("stop", [None, "Bern"])
+def test_an_answer_in_a_format_may_speak_of_calls(stop: str | None) -> None:
+    text = json.dumps({"answer": CALL})
+    backend = saying(text)
+    (choice,) = chat(backend, tools=[WEATHER], response_format={"type": "json_object"}, stop=stop).json()["choices"]
+    assert is_let_pass(backend, text) and "tool_calls" not in choice["message"]
+    assert (choice["message"]["content"], choice["finish_reason"]) == (text.partition("Bern")[0] if stop else text, "stop")
+
+
+def test_stop_tokens_beside_tools_are_special_ones() -> None:
+    backend = saying(CALL)
+    assert chat(backend, tools=[WEATHER], stop_token_ids=[EOS_ID]).status_code == 200
+    assert backend.requests[0].stop_token_ids == [EOS_ID]
+    assert chat(backend, tools=[WEATHER], tool_choice="none", stop_token_ids=[5]).status_code == 200
+
+
 @pytest.mark.parametrize(
     ("fields", "passing", "refused"),
     [
@@ -224,6 +259,7 @@ def test_the_format_binds_the_text(wanted: dict[str, Any], pattern: str) -> None
         ({"response_format": {"type": "regex", "regex": "a"}, "tools": [WEATHER]}, "response_format"),
         ({"response_format": {"type": "json_object"}, "ignore_eos": True}, "ignore_eos"),
         ({"tools": [WEATHER], "tool_choice": "required", "min_tokens": 5}, "min_tokens"),
+        ({"tools": [WEATHER], "stop_token_ids": [EOS_ID, 5]}, "stop_token_ids"),
     ],
 )
 def test_tools_and_formats_that_can_not_be_are_refused_by_name(fields: dict[str, Any], param: str) -> None:

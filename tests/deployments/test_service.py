@@ -1,16 +1,22 @@
 """What the routes share: what a wanted generation becomes, and what of it is refused before the model sees it."""
 
+import asyncio
+import time
 from typing import Any
 
 import pytest
 
 from loray.deployments.config import ServerArgs
 from loray.deployments.errors import DeadlineExceeded, InvalidRequest
+from loray.deployments.generation import Timing
+from loray.deployments.grammars import GrammarSpec
+from loray.deployments.native import NativeApi
+from loray.deployments.native_request import EmbedBody, GenerateBody
 from loray.deployments.request import AdapterRef
 from loray.deployments.service import FieldNames, Service, Wanted
 from loray.deployments.tokenizer import Tokenizer
 from loray.models.step import Sampling
-from tests.deployments.scripted_backend import HF, MAX_TOTAL_TOKENS, ScriptedBackend, post, saying, send, service_of
+from tests.deployments.scripted_backend import HF, MAX_TOTAL_TOKENS, ScriptedBackend, post, run, saying, send, service_of
 
 NAMES = FieldNames(prompt="prompt", max_new_tokens="max_tokens")
 VOCAB_SIZE = 100
@@ -60,7 +66,44 @@ def test_the_configured_deadline_goes_with_every_request(path: str) -> None:
     backend = ScriptedBackend([[1]], finish="length")
     for limits in ({"request_timeout_s": 2.5}, {}):
         assert send(service_of(backend, limits=limits), "POST", path, json={"inputs": "hello"}).status_code == 200
-    assert [request.deadline_s for request in backend.requests] == [2.5, 0.0]
+    limited, unlimited = [request.deadline_s for request in backend.requests]
+    assert 0 < limited < 2.5 and unlimited == 0
+
+
+def test_what_a_request_has_waited_before_is_taken_off_its_deadline() -> None:
+    backend = ScriptedBackend([[1]], finish="length")
+    api = NativeApi(service_of(backend, limits={"request_timeout_s": 100}))
+    an_age = 40
+    run(api.respond(GenerateBody(inputs="hello"), Timing(received=time.monotonic() - an_age)))
+    run(api.respond_embed(EmbedBody(inputs="hello"), Timing(received=time.monotonic() - an_age)))
+    assert [50 < request.deadline_s <= 60 for request in backend.requests] == [True, True]
+
+
+FORMAT = {"type": "json_object"}
+SLOW_TO_PREPARE: dict[str, dict[str, Any]] = {
+    "/generate": {"inputs": "hello", "parameters": {"response_format": FORMAT}},
+    "/generate_stream": {"inputs": "hello", "parameters": {"response_format": FORMAT}},
+    "/v1/chat/completions": {"model": "pirate", "messages": [{"role": "user", "content": "hello"}]},
+}
+
+
+@pytest.mark.parametrize("path", SLOW_TO_PREPARE)
+def test_a_deadline_holds_while_templates_and_grammars_are_waited_for(path: str) -> None:
+    class Slow(ScriptedBackend):
+        async def chat_template(self, adapter: AdapterRef) -> str:
+            await asyncio.Event().wait()
+            return ""
+
+    async def compile_slowly(spec: GrammarSpec, param: str) -> bytes:
+        await asyncio.Event().wait()
+        return b""
+
+    backend = Slow([[1]])
+    shared = service_of(backend, limits={"request_timeout_s": 0.05})
+    shared.grammars.compile = compile_slowly  # type: ignore[method-assign]
+    response = send(shared, "POST", path, json=SLOW_TO_PREPARE[path])
+    assert response.status_code == 500 and "not finished within 0.05 s: it was still being prepared" in response.text
+    assert not backend.requests
 
 
 @pytest.mark.parametrize(("path", "error_type"), [("/generate", "incomplete_generation"), ("/embed", "embedding_failure")])

@@ -11,9 +11,9 @@ CALL = f'<tool_call>\n{{"name": "weather", "arguments": {ARGUMENTS}}}\n</tool_ca
 WEATHER = {"type": "function", "function": {"name": "weather", "parameters": {"type": "object"}}}
 
 
-def parsed(pieces: list[str], is_cut: bool = False) -> tuple[list[str], list[dict[str, str]]]:
+def parsed(pieces: list[str], is_cut: bool = False, is_first: bool = False) -> tuple[list[str], list[dict[str, str]]]:
     """The pieces of text that came, and the calls."""
-    parser, texts, calls = ToolCallParser(), [], []
+    parser, texts, calls = ToolCallParser(is_first), [], []
     for piece in pieces:
         said = parser.push(piece)
         texts.append(said.text)
@@ -43,6 +43,16 @@ def test_calls_are_found_however_the_text_is_cut(text: str, content: str, num_ca
     texts, calls = parsed([text[start : start + size] for start in range(0, len(text), size)])
     assert "".join(texts) == content
     assert calls == [{"name": "weather", "arguments": ARGUMENTS}] * num_calls
+
+
+@pytest.mark.parametrize("size", [1, 3, 1000])
+@pytest.mark.parametrize(
+    ("text", "content", "num_calls"),
+    [(f'{{"a": "{CALL}"}} ', f'{{"a": "{CALL}"}} ', 0), (f" \n{CALL}\n{CALL}", "", 2), ("<tool> x", "<tool> x", 0), (" {", " {", 0)],
+)
+def test_calls_that_may_only_come_first_are_found_nowhere_else(text: str, content: str, num_calls: int, size: int) -> None:
+    texts, calls = parsed([text[start : start + size] for start in range(0, len(text), size)], is_first=True)
+    assert ("".join(texts), len(calls)) == (content, num_calls)
 
 
 def test_text_is_given_out_as_soon_as_it_can_begin_no_marker() -> None:

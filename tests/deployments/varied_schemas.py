@@ -11,6 +11,8 @@ TREE = {
 }
 CAT = {"type": "object", "properties": {"kind": {"const": "cat"}, "lives": {"type": "integer", "minimum": 1, "maximum": 9}}}
 CAT |= {"required": ["kind", "lives"]}
+ROUND = {"a": {"$ref": "#/$defs/b"}, "b": {"$ref": "#/$defs/a"}}
+DOUBLING = {"allOf": [{"$ref": "#"}, {"$ref": "#/$defs/twice"}]}
 DOG = {"type": "object", "properties": {"kind": {"const": "dog"}, "name": TEXT}, "required": ["kind", "name"]}
 
 
@@ -131,6 +133,7 @@ REFUSED: list[tuple[Any, str]] = [
     ({"type": "string", "pattern": "a^b"}, "ends"),
     ({"type": "string", "pattern": '^"quoted"$'}, "JSON escapes"),
     ({"type": "string", "pattern": "(["}, "regex"),
+    *[({"type": "string", "pattern": pattern}, "++") for pattern in ("^a*+a$", "^a++a$", "^a?+a$", "^a{1,2}+a$")],
     ({"type": "array", "uniqueItems": True}, "uniqueItems"),
     ({"type": "array", "contains": {"type": "integer"}}, "contains"),
     ({"type": "array", "items": [{"type": "integer"}]}, "items"),
@@ -152,5 +155,10 @@ REFUSED: list[tuple[Any, str]] = [
     ({"$ref": "https://example.com/schema.json"}, "$ref"),
     ({"$ref": "#/$defs/missing"}, "$ref"),
     ({"$ref": "#"}, "circle"),
+    ({"allOf": [{"$ref": "#/$defs/a"}], "$defs": ROUND}, "circle"),
+    ({"oneOf": [{"$ref": "#/$defs/a"}, {"$ref": "#/$defs/b"}], "$defs": ROUND}, "circle"),
+    ({**DOUBLING, "$defs": {"twice": {"allOf": DOUBLING["allOf"][::-1]}}}, "references"),
+    ({"allOf": [{"const": 1}, {"const": True}]}, "const"),
+    ({"allOf": [{"enum": [0, [1]]}, {"enum": [False, [True]]}]}, "none of its values"),
     ({"allOf": [{"$ref": "#"}]}, "too deep"),
 ]  # fmt: skip

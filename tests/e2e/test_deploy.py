@@ -93,6 +93,6 @@ def test_a_good_config_is_served_and_a_bad_one_is_refused_by_field_while_the_old
         wait_for(lambda: cluster.status().get("status") == "DEPLOY_FAILED", "refused")
         assert field in cluster.status()["message"]
         assert generates(), "the old version goes on serving"
-    deploy(scheduler={"max_running": 7})
+    deploy(scheduler={"max_running": 7}, limits={"max_concurrent_requests": 7})
     wait_for(lambda: cluster.status().get("status") == "RUNNING", "running again")
-    wait_for(lambda: httpx.get(f"http://127.0.0.1:{cluster.http}/info").json()["max_concurrent_requests"] == 7 + 1024, "updated")
+    wait_for(lambda: httpx.get(f"http://127.0.0.1:{cluster.http}/info").json()["max_concurrent_requests"] == 7, "updated")

@@ -43,7 +43,7 @@ async def stream(
     token_ids = []
     async with client.stream("POST", app.url + "/generate_stream", json={"inputs": prompt, "parameters": parameters}) as response:
         async for line in response.aiter_lines():
-            if line:
+            if line.startswith("data:"):  # else a comment that keeps it alive
                 event = json.loads(line.removeprefix("data:"))
                 token_ids.append(event["token"]["id"])
                 if len(token_ids) == 10:

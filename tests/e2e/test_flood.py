@@ -69,7 +69,7 @@ async def read_stream(client: httpx.AsyncClient, app: App, case: Case) -> list[i
     async with client.stream("POST", app.url + "/generate_stream", json=case.body) as response:
         assert response.status_code == 200, await response.aread()
         async for line in response.aiter_lines():
-            if line:
+            if line.startswith("data:"):
                 event = json.loads(line.removeprefix("data:"))
                 token_ids.append(event["token"]["id"])
                 if case.is_cut and len(token_ids) > case.max_new_tokens // 2:

@@ -268,6 +268,14 @@ REFUSALS: dict[str, Refusal] = {
     "a tensor that the config does not target": Refusal(
         _plain, config_with(target_modules=["o_proj"]), "tensor …: the config does not target …, so PEFT would not read it"
     ),
+    "all-linear with LoRA on the head": Refusal(
+        _head, config_with(target_modules="all-linear"), "tensor …: the config does not target lm_head, so PEFT would not read it"
+    ),
+    "target_modules, null": Refusal(
+        _plain,
+        config_with(target_modules=None),
+        "target_modules is null: PEFT would guess the modules from the architecture; name them, or say 'all-linear'",
+    ),
     "a pickle": Refusal(
         _plain, _as_pickle, "adapter_model.bin is a pickle, which can run code and is never loaded; convert it where you trust it: …"
     ),

@@ -4,11 +4,14 @@ import json
 import re
 import zlib
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
+import xgrammar
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
+from loray.models import grammar_masks as module
 from loray.models.grammar_masks import GrammarMasks
 from loray.models.grammar_vocabulary import grammar_vocabulary
 from loray.models.step import Sampling
@@ -139,6 +142,38 @@ def test_logits_beyond_the_vocabulary_are_impossible_too(folder: Path) -> None:
     scores = torch.zeros(2, VOCAB_SIZE + 100)
     masks.mask(scores, [0, 1], [[], []])
     assert scores[0].isfinite().all() and scores[1].isfinite().sum() == 2
+
+
+@pytest.mark.parametrize(("limit", "value", "num_read"), [("MAX_COMPILED", 2, 4), ("MAX_COMPILED_BYTES", 1, 6)])
+def test_the_last_used_grammars_are_kept_up_to_a_bound(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, limit: str, value: int, num_read: int
+) -> None:
+    num_reads = 0
+    deserialize = xgrammar.CompiledGrammar.deserialize_json
+
+    def counted(*args: Any) -> xgrammar.CompiledGrammar:
+        nonlocal num_reads
+        num_reads += 1
+        return deserialize(*args)
+
+    monkeypatch.setattr(xgrammar.CompiledGrammar, "deserialize_json", counted)
+    masks = GrammarMasks(folder)
+    a, b, c = (grammar(folder, regex=char) for char in "abc")
+    for one in (a, b, c, c, b, b):
+        masks.admit(0, one, [])
+    assert num_reads == 3, "all fit"
+    monkeypatch.setattr(module, limit, value)
+    masks, num_reads = GrammarMasks(folder), 0
+    for one in (a, b, a, c, a, b):
+        masks.admit(0, one, [])
+    assert num_reads == num_read and not masks.failures
+
+
+def test_the_time_to_read_a_grammar_is_its_own(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "SAVED_S", 0.0)
+    masks = GrammarMasks(folder)
+    masks.admit(0, grammar(folder, regex="[ab]"), [])
+    assert "takes too long" in masks.failures[0]
 
 
 def test_special_tokens_are_no_text_for_a_grammar(folder: Path) -> None:

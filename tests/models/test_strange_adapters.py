@@ -1,0 +1,173 @@
+"""Configs and headers from strangers: what is malformed or hostile is refused with what and why; what PEFT would target is what counts."""
+
+import json
+import math
+import struct
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from loray.models.adapter import AdapterError, AdapterSpec, read_adapter
+
+BARE = "layers.0.self_attn.q_proj"
+SHAPES = {f"model.{BARE}": (6, 4), "model.layers.1.self_attn.q_proj": (6, 4), "model.embed_tokens": (10, 6), "lm_head": (6, 10)}
+CONFIG = {"peft_type": "LORA", "r": 2, "lora_alpha": 2, "target_modules": ["q_proj", "embed_tokens", "lm_head"]}
+LINEAR = {"model.layers.0.self_attn.q_proj.lora_A.weight": [2, 6], "model.layers.0.self_attn.q_proj.lora_B.weight": [4, 2]}
+OF_BARE_MODEL = {f"{BARE}.lora_A.weight": [2, 6], f"{BARE}.lora_B.weight": [4, 2]}
+EMBEDDING = {"model.embed_tokens.lora_embedding_A": [2, 10], "model.embed_tokens.lora_embedding_B": [6, 2]}
+HEAD = {"lm_head.lora_A.weight": [2, 6], "lm_head.lora_B.weight": [10, 2]}
+SLOW = r"((a|b|\w|.)*)*[!x]"
+FIELDS = [
+    "peft_type", "r", "lora_alpha", "target_modules", "exclude_modules", "bias", "use_rslora", "use_dora", "lora_bias", "rank_pattern",
+    "alpha_pattern", "layers_to_transform", "layers_pattern", "trainable_token_indices", "init_lora_weights", "ensure_weight_tying",
+    "modules_to_save", "target_parameters", "arrow_config",
+]  # fmt: skip
+STRANGE: list[Any] = [
+    None,
+    True,
+    5,
+    -1,
+    0.5,
+    10**400,
+    math.nan,
+    "",
+    "x",
+    "(",
+    "\ud800",
+    "x" * 9999,
+    [],
+    [5],
+    [None],
+    [["F32"]],
+    [10**99] * 9,
+]
+STRANGE += [{}, {"q_proj": None}, {"q_proj": [1]}, {"q_proj": 0.5}, {"(": 1}, {"": "x"}, [{}] * 9999]
+WORDS_OF_PYTHON = ("Error", "NoneType", " object", "unhashable", "argument", "expected", "<class", "unpack", "iterable", "indices must")
+
+
+def header_of(shapes: dict[str, list[int]]) -> dict[str, Any]:
+    header, end = {}, 0
+    for name, shape in shapes.items():
+        begin, end = end, end + 4 * math.prod(shape)
+        header[f"base_model.model.{name}"] = {"dtype": "F32", "shape": shape, "data_offsets": [begin, end]}
+    return header
+
+
+def read(folder: Path, shapes: dict[str, list[int]], header: Any = None, **changes: Any) -> AdapterSpec:
+    """Of an adapter with these tensors, or with this header in the place of theirs."""
+    (folder / "adapter_config.json").write_text(json.dumps(CONFIG | changes))
+    encoded = json.dumps(header or header_of(shapes)).encode()
+    num_bytes = 4 * sum(math.prod(shape) for shape in shapes.values())
+    (folder / "adapter_model.safetensors").write_bytes(struct.pack("<Q", len(encoded)) + encoded + bytes(num_bytes))
+    return read_adapter(folder, SHAPES)
+
+
+def strange_headers() -> Iterator[dict[str, Any]]:
+    name = f"base_model.model.{BARE}.lora_A.weight"
+    for value in STRANGE:
+        yield header_of(LINEAR) | {name: value}
+        yield header_of(LINEAR) | {str(value): header_of(LINEAR)[f"base_model.model.model.{BARE}.lora_A.weight"]}
+        for field in ("dtype", "shape", "data_offsets"):
+            header = header_of(LINEAR)
+            header[next(iter(header))][field] = value
+            yield header
+
+
+def is_clear(message: str) -> bool:
+    message.encode()  # a message with half a surrogate pair could not be sent
+    return len(message) < 1500 and not any(word in message for word in WORDS_OF_PYTHON)
+
+
+@pytest.mark.parametrize("field", FIELDS)
+def test_a_field_of_any_type_is_read_or_refused_by_what_and_why(tmp_path: Path, field: str) -> None:
+    read(tmp_path, LINEAR)
+    for value in STRANGE:
+        try:
+            read(tmp_path, LINEAR, **{field: value})
+        except AdapterError as error:
+            assert is_clear(str(error)), str(error)
+            assert any(word in str(error) for word in (field, "does not target", "the rank of", "the config need"))
+
+
+def test_a_header_of_any_kind_is_refused_by_what_and_why(tmp_path: Path) -> None:
+    for header in strange_headers():
+        with pytest.raises(AdapterError) as caught:
+            read(tmp_path, LINEAR, header)
+        assert is_clear(str(caught.value)), str(caught.value)
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"target_modules": SLOW},
+        {"exclude_modules": SLOW},
+        {"rank_pattern": {SLOW: 4}},
+        {"alpha_pattern": {"k_proj": 2, SLOW: 4}},
+        {"layers_pattern": ["x", SLOW], "layers_to_transform": [0]},
+    ],
+    ids=lambda changes: next(iter(changes)),
+)
+def test_a_pattern_that_takes_too_long_is_refused_by_its_field(tmp_path: Path, changes: dict[str, Any]) -> None:
+    with pytest.raises(AdapterError, match=f"{next(iter(changes))} takes too long to match"):
+        read(tmp_path, LINEAR, **changes)
+
+
+@pytest.mark.parametrize("field", ["target_modules", "exclude_modules", "layers_pattern"])
+def test_names_and_patterns_are_limited_in_number_and_length(tmp_path: Path, field: str) -> None:
+    with pytest.raises(AdapterError, match=f"{field} has 5000 names, more than 4096"):
+        read(tmp_path, LINEAR, **{field: ["x"] * 5000})
+    with pytest.raises(AdapterError, match=rf"{field} has a regular expression, '.*has 5000 characters"):
+        read(tmp_path, LINEAR, **{field: "x" * 5000})
+
+
+def test_large_files_are_refused_before_they_are_read(tmp_path: Path) -> None:
+    read(tmp_path, LINEAR)
+    with open(tmp_path / "adapter_model.safetensors", "r+b") as file:
+        file.write(struct.pack("<Q", (8 << 20) + 1))
+        file.truncate(9 << 20)
+    with pytest.raises(AdapterError, match="header of 8388609 bytes, more than 8388608"):
+        read_adapter(tmp_path, SHAPES)
+    (tmp_path / "adapter_config.json").write_bytes(b" " * ((1 << 20) + 1))
+    with pytest.raises(AdapterError, match=r"adapter_config.json has 1048577 bytes, more than 1048576"):
+        read_adapter(tmp_path, SHAPES)
+
+
+@pytest.mark.parametrize(("shapes", "path"), [(EMBEDDING, "model.embed_tokens"), (HEAD, "lm_head")])
+def test_all_linear_means_neither_the_embedding_nor_the_head(tmp_path: Path, shapes: dict[str, list[int]], path: str) -> None:
+    assert path in read(tmp_path, LINEAR | shapes).modules
+    assert len(read(tmp_path, LINEAR, target_modules="All-Linear").modules) == 1
+    with pytest.raises(AdapterError, match=f"does not target {path}"):
+        read(tmp_path, LINEAR | shapes, target_modules="all-linear")
+
+
+def test_no_targets_are_not_all_targets(tmp_path: Path) -> None:
+    with pytest.raises(AdapterError, match="target_modules is null"):
+        read(tmp_path, LINEAR, target_modules=None)
+    with pytest.raises(AdapterError, match="does not target"):
+        read(tmp_path, LINEAR, target_modules=[])
+
+
+def test_patterns_are_asked_with_the_name_in_the_model_the_adapter_was_made_from(tmp_path: Path) -> None:
+    pattern = {"^layers.0.self_attn.q_proj": 64}
+    assert read(tmp_path, OF_BARE_MODEL, alpha_pattern=pattern).modules[f"model.{BARE}"].scale == 32
+    assert read(tmp_path, LINEAR, alpha_pattern=pattern).modules[f"model.{BARE}"].scale == 1
+    assert read(tmp_path, OF_BARE_MODEL, target_modules=r"layers\.0\..*", rank_pattern={r"^layers\..*": 2}, r=9).rank == 2
+
+
+def test_a_layers_pattern_may_have_groups_of_its_own(tmp_path: Path) -> None:
+    assert read(tmp_path, LINEAR, layers_pattern="(h|layers)", layers_to_transform=0).modules
+    with pytest.raises(AdapterError, match="does not target"):
+        read(tmp_path, LINEAR, layers_pattern="(h|layers)", layers_to_transform=[1])
+
+
+def test_extra_bytes_are_of_all_that_is_not_in_pages(tmp_path: Path) -> None:
+    bias, magnitude = {f"model.{BARE}.lora_B.bias": [4]}, {f"model.{BARE}.lora_magnitude_vector": [4]}
+    tokens = {"model.embed_tokens.token_adapter.trainable_tokens_delta": [3, 6]}
+    head = HEAD | {"lm_head.base_layer.weight": [10, 6]}
+    assert read(tmp_path, LINEAR).extra_bytes == 0
+    assert read(tmp_path, LINEAR | bias, lora_bias=True).extra_bytes == 4 * 4
+    assert read(tmp_path, LINEAR | magnitude, use_dora=True).extra_bytes == 2 * 4 * 4
+    assert read(tmp_path, LINEAR | tokens, trainable_token_indices=[1, 2, 3]).extra_bytes == 4 * 3 * 6
+    assert read(tmp_path, LINEAR | head | EMBEDDING).extra_bytes == 4 * 2 * (6 + 10 + 10 + 6)
