@@ -20,16 +20,8 @@ from loray.deployments.tokenizer import Tokenizer
 from tests.deployments.live_server import live
 from tests.deployments.scripted_backend import BASE, EOS_ID, HF, ScriptedBackend, saying, send, tokens_of
 from tests.deployments.tiny_grammars import random_text, read, shared_grammars
+from tests.weather_tools import CITY, CLOCK, HELLO, WEATHER
 
-HELLO: list[Any] = [{"role": "user", "content": "hello"}]
-CITY = {
-    "type": "object",
-    "properties": {"city": {"enum": ["Bern", "Zürich"]}, "days": {"type": "integer", "minimum": 1, "maximum": 9}},
-    "required": ["city"],
-    "additionalProperties": False,
-}
-WEATHER: Any = {"type": "function", "function": {"name": "weather", "description": "tells it", "parameters": CITY}}
-CLOCK: Any = {"type": "function", "function": {"name": "clock"}}
 CALL = '<tool_call>\n{"name": "weather", "arguments": {"city": "Bern", "days": 3}}\n</tool_call>'
 
 

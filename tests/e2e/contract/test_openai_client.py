@@ -12,19 +12,11 @@ from pydantic import BaseModel, Field
 
 from tests.e2e.conftest import App
 from tests.e2e.oracle import Oracle
+from tests.weather_tools import CITY, CLOCK, HELLO, WEATHER
 
 pytestmark = pytest.mark.slow
 
 PROMPT = "hello world, this is"
-HELLO: list[Any] = [{"role": "user", "content": "hello"}]
-CITY = {
-    "type": "object",
-    "properties": {"city": {"enum": ["Bern", "Zürich"]}, "days": {"type": "integer", "minimum": 1, "maximum": 9}},
-    "required": ["city"],
-    "additionalProperties": False,
-}
-WEATHER: Any = {"type": "function", "function": {"name": "weather", "description": "tells it", "parameters": CITY}}
-CLOCK: Any = {"type": "function", "function": {"name": "clock"}}
 SCHEMAS = {"weather": CITY, "clock": {"type": "object", "maxProperties": 0}}
 
 
