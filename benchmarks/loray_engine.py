@@ -43,7 +43,7 @@ class Bench:
             request = GenerationRequest(
                 request_id=str(i), prompt_ids=self.tokenizer(label + prompt)["input_ids"], max_new_tokens=num_tokens, sampling=Sampling()
             )
-            self.engine.submit(request, self.files.find(name) if name else None, self.address, lambda error: None)
+            self.engine.submit(request, self.files.find(name) if name else None, self.address, lambda ending: None)
         num_open = case.num_requests
         while num_open:
             for event in msgspec.msgpack.decode(self.socket.recv(), type=list[TokenEvent]):

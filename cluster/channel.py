@@ -5,12 +5,15 @@ key can neither speak nor listen. Messages are msgpack of the structs they carry
 """
 
 import socket
+from collections.abc import Callable
 
 import msgspec
 import zmq
 
 from loray.cluster.waker import Waker
 from loray.models.step import Step, StepResult
+
+POLL_MS = 1  # how late a rank may see that the GPU is through, where no step waits
 
 
 class Address(msgspec.Struct, frozen=True):
@@ -87,7 +90,11 @@ class StepReceiver:
         self._encoder = msgspec.msgpack.Encoder()
         self._decoder = msgspec.msgpack.Decoder(Step)
 
-    def receive(self) -> Step:
+    def receive(self, until: Callable[[], bool] | None = None) -> Step | None:
+        """The next step; None when `until` says so first."""
+        while until is not None and not self._socket.poll(POLL_MS):
+            if until():
+                return None
         return self._decoder.decode(self._socket.recv())
 
     def reply(self, result: StepResult) -> None:

@@ -8,6 +8,7 @@ import os
 import socket
 import threading
 import time
+from collections import deque
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
@@ -17,6 +18,7 @@ import ray
 from loray.cluster.channel import Address, StepReceiver
 from loray.cluster.heartbeat import start_rank_heartbeat
 from loray.cluster.host_loads import HostLoader
+from loray.models.launched import Launched
 from loray.models.step import LoadReport
 
 if TYPE_CHECKING:  # imported when a rank loads: the driver, which makes ranks, has no use for torch
@@ -105,13 +107,17 @@ class Rank:
         loader = HostLoader(self._runner.host_adapters, host_reports, self._rank)
         start_rank_heartbeat(heartbeat, self._rank, self._exit)
         threading.Thread(target=self._read_ahead, name="read-ahead", daemon=True).start()
+        launched: deque[Launched] = deque()  # at most two: the results of one are fetched while the next runs
         while True:
-            step = receiver.receive()
-            loader.prepare(step)
-            result = self._runner.execute(step)
-            if self._rank == 0:
-                receiver.reply(result)
-            loader.drop(step)
+            step = receiver.receive(until=(lambda: launched[0].is_done) if launched else None)
+            if step is not None:
+                loader.prepare(step)
+                launched.append(self._runner.launch(step))
+                loader.drop(step)
+            while launched and (len(launched) > 1 or launched[0].is_done):
+                result = launched.popleft().result()
+                if self._rank == 0:
+                    receiver.reply(result)
 
     def _read_ahead(self) -> None:
         """What the first grammar needs and takes seconds to read: no sequence is to wait for it, nor the first answers of all."""

@@ -29,7 +29,8 @@ from loray.deployments.adapters import Adapter, AdapterTable
 from loray.deployments.block_pool import BlockPool
 from loray.deployments.config import BLOCK_SIZE, ServerArgs
 from loray.deployments.deadlines import in_time, seconds_left
-from loray.deployments.engine import Engine, QueueLimits
+from loray.deployments.driver_log import DriverLog
+from loray.deployments.engine import ABORTED, Engine, QueueLimits
 from loray.deployments.errors import LorayError
 from loray.deployments.host_tier import HostTier
 from loray.deployments.model_check import check_model
@@ -37,6 +38,8 @@ from loray.deployments.pools import size_pools
 from loray.deployments.registry_follower import RegistryFollower
 from loray.deployments.request import AdapterRef, GenerationRequest
 from loray.deployments.scheduler import Scheduler
+from loray.deployments.sequence import Ending
+from loray.deployments.tracing import Tracing, make_tracing
 from loray.models.checkpoint import eos_token_ids, model_limits, read_config, resolve_model
 from loray.models.converted import cache_folder
 from loray.models.step import LoadReport
@@ -50,8 +53,12 @@ STALL_S = 120.0  # a step that takes longer will never end
 class Driver:
     """`args.device` is "cpu" or "cuda", `args.adapters.local_roots` are absolute: the builder has settled them."""
 
+    _tracing: Tracing | None = None  # of the class too: __del__ comes also after a start that failed
+
     async def __init__(self, args: ServerArgs, registry: DeploymentHandle) -> None:  # type: ignore[misc]  # Serve awaits it
         self._loop = asyncio.get_running_loop()
+        self._tracing = make_tracing(args.tracing)
+        self._log = DriverLog(self._tracing)
         await asyncio.to_thread(self._start, args)
         await self._adapters.preload(args.adapters.preload)
         replica_id = serve.get_replica_context().replica_id.unique_id
@@ -91,23 +98,36 @@ class Driver:
         received = time.monotonic()
         generation = msgspec.msgpack.decode(request, type=GenerationRequest)
         reply = Address(endpoint, public_key)
+        tell = partial(self._log.tell, generation, received)
         if generation.adapter is None:
-            await self._generate(generation, None, reply)
+            await self._generate(generation, None, reply, tell)
             return
         try:
             acknowledge = partial(self._engine.acknowledge, generation.request_id, reply)
             async with in_time(generation.deadline_s, "its adapter was still being fetched"):
                 adapter = await self._adapters.find_patiently(generation.adapter, acknowledge)
         except LorayError as error:
-            return self._engine.refuse(generation.request_id, error, reply)
+            self._engine.refuse(generation.request_id, error, reply)
+            return tell(Ending(type(error).__name__))
+        except asyncio.CancelledError:
+            tell(Ending(ABORTED))
+            raise
         rest = msgspec.structs.replace(generation, deadline_s=seconds_left(generation.deadline_s, received))
         with self._adapters.counted(generation.adapter, adapter) as note:
-            note(await self._generate(rest, adapter, reply))
+            note(await self._generate(rest, adapter, reply, tell))
 
-    async def _generate(self, generation: GenerationRequest, adapter: Adapter | None, reply: Address) -> str:
-        """How it ended: the error's name, or nothing."""
+    async def _generate(
+        self, generation: GenerationRequest, adapter: Adapter | None, reply: Address, tell: Callable[[Ending], None]
+    ) -> str:
+        """How it ended: the error's name, or nothing. `tell` hears of its end also when this call is cancelled before."""
         ended: asyncio.Future[str] = self._loop.create_future()
-        self._engine.submit(generation, adapter, reply, lambda error: self._loop.call_soon_threadsafe(_set, ended, error))
+
+        def end(ending: Ending) -> None:
+            if not ended.done():  # else the call was cancelled meanwhile
+                ended.set_result(ending.error)
+            tell(ending)
+
+        self._engine.submit(generation, adapter, reply, lambda ending: self._loop.call_soon_threadsafe(end, ending))
         try:
             return await ended
         except asyncio.CancelledError:
@@ -150,16 +170,16 @@ class Driver:
         if self._engine.seconds_stalled() > STALL_S:
             self._fail(f"no step has finished for {STALL_S:.0f} s")
 
+    def __del__(self) -> None:
+        """Serve calls it when the replica's time has come."""
+        if self._tracing:
+            self._tracing.close()
+
     def _fail(self, reason: str) -> None:
         """Serve acts on a dead replica at once, on a failing health check only after several."""
         logger.error("giving this replica up: %s", reason)
         logging.shutdown()
         os._exit(1)
-
-
-def _set(ended: asyncio.Future[str], error: str) -> None:
-    if not ended.done():  # else the call was cancelled meanwhile
-        ended.set_result(error)
 
 
 def start_engine(

@@ -21,11 +21,11 @@ from loray.deployments.adapter_tiers import AdapterTiers
 from loray.deployments.adapters import Adapter
 from loray.deployments.deadlines import Deadlines
 from loray.deployments.engine_stats import EngineCounts, engine_stats
-from loray.deployments.errors import AdapterFailed, DeadlineExceeded, Incomplete, InvalidRequest, LorayError, Overloaded
+from loray.deployments.errors import AdapterFailed, DeadlineExceeded, GrammarFailed, Incomplete, InvalidRequest, LorayError, Overloaded
 from loray.deployments.outcomes import outcomes
 from loray.deployments.request import GenerationRequest, TokenEvent
 from loray.deployments.scheduler import Plan, Scheduler
-from loray.deployments.sequence import Sequence
+from loray.deployments.sequence import Ending, Sequence
 from loray.deployments.token_channel import TokenSender
 from loray.models.step import Step, StepResult
 
@@ -64,7 +64,7 @@ class Engine:
         self._tokens = TokenSender()
         self._inbox: SimpleQueue[Callable[[], None]] = SimpleQueue()
         self._sequences: dict[str, Sequence] = {}
-        self._on_end: dict[str, Callable[[str], object]] = {}
+        self._on_end: dict[str, Callable[[Ending], object]] = {}
         self._deadlines = Deadlines()
         self._in_flight: deque[Plan] = deque()
         self._outgoing: list[tuple[Address, TokenEvent]] = []
@@ -74,9 +74,8 @@ class Engine:
 
     # Called from any thread.
 
-    def submit(self, request: GenerationRequest, adapter: Adapter | None, reply: Address, on_end: Callable[[str], object]) -> None:
-        """Every submitted request ends in a last TokenEvent to `reply`, unless aborted; then `on_end` is called with the error's name,
-        "aborted", or nothing when all went well."""
+    def submit(self, request: GenerationRequest, adapter: Adapter | None, reply: Address, on_end: Callable[[Ending], object]) -> None:
+        """Every submitted request ends in a last TokenEvent to `reply`, unless aborted; then `on_end` is called, in the engine's thread."""
         self._post(lambda: self._accept(request, adapter, reply, on_end))
 
     def refuse(self, request_id: str, error: LorayError, reply: Address) -> None:
@@ -189,8 +188,8 @@ class Engine:
             adapter.pool_use.load_seconds += result.load_seconds / len(plan.loads)
         for index, reason in result.failed_loads.items():
             self._fail_adapter(list(plan.loads)[index], reason)
-        for index, reason in result.failed_rows.items():
-            self._fail(list(plan.rows)[index], Incomplete(reason))
+        for index, failure in result.failed_rows.items():
+            self._fail(list(plan.rows)[index], GrammarFailed(failure.reason) if failure.is_callers else Incomplete(failure.reason))
         fields = outcomes(plan, result)
         for sequence in self._scheduler.complete(plan, result.token_ids, self._eos_ids):
             if sequence.request.pooling:
@@ -201,7 +200,7 @@ class Engine:
             if sequence.finish_reason:
                 self._forget(sequence)
 
-    def _accept(self, request: GenerationRequest, adapter: Adapter | None, reply: Address, on_end: Callable[[str], object]) -> None:
+    def _accept(self, request: GenerationRequest, adapter: Adapter | None, reply: Address, on_end: Callable[[Ending], object]) -> None:
         sequence = Sequence(_with_stop_ids(request, self._eos_ids), adapter, reply, self._num_arrived)
         self._num_arrived += 1
         if not self._tokens.knows(reply):  # a new ingress, perhaps in place of one that is gone
@@ -290,7 +289,7 @@ class Engine:
         self._outgoing.append((sequence.reply, TokenEvent(sequence.request.request_id, **fields)))  # type: ignore[arg-type]
 
     def _forget(self, sequence: Sequence, error: str = "") -> None:
-        self._on_end.pop(sequence.request.request_id)(error)
+        self._on_end.pop(sequence.request.request_id)(sequence.ending(error))
         del self._sequences[sequence.request.request_id]
         if sequence.adapter:
             self._tiers.free_unused(sequence.adapter)

@@ -4,6 +4,7 @@ LorayError
 ├── InvalidRequest       422 validation             the caller's mistake; says which field and why (400 on /v1)
 │   ├── TemplateError    422 template_error         the chat template can't write these messages
 │   │   └── MissingTemplateVariable  422 missing_template_variable  it names a variable that the request doesn't have
+│   ├── GrammarFailed    422 validation             the grammar leads nowhere or takes too long; ingress says which field asked for it
 │   └── ToolError        422 tool_error             the tools, or the choice among them, can't be used
 ├── Unauthorized         401 unauthorized           the API key is missing or wrong
 ├── Forbidden            403 forbidden              this server has no admin key, so nobody is an admin
@@ -45,6 +46,10 @@ class TemplateError(InvalidRequest):
 
 class MissingTemplateVariable(TemplateError):
     error_type = "missing_template_variable"
+
+
+class GrammarFailed(InvalidRequest):
+    """Met by a rank, among the tokens of an answer."""
 
 
 class ToolError(InvalidRequest):
@@ -104,7 +109,8 @@ class Unhealthy(LorayError):
 
 
 _BY_NAME: dict[str, type[LorayError]] = {
-    kind.__name__: kind for kind in (InvalidRequest, AdapterFailed, AdapterNotFound, Overloaded, Incomplete, DeadlineExceeded, Unhealthy)
+    kind.__name__: kind
+    for kind in (InvalidRequest, GrammarFailed, AdapterFailed, AdapterNotFound, Overloaded, Incomplete, DeadlineExceeded, Unhealthy)
 }
 
 

@@ -2,7 +2,6 @@
 
 import json
 import os
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -10,7 +9,7 @@ import msgspec
 import numpy as np
 
 from loray.deployments.json_schema import enforceable
-from loray.deployments.json_schema_values import PLAIN_CHARACTER, Unenforceable, ascii_pattern
+from loray.deployments.json_schema_patterns import Unenforceable, text_pattern
 from loray.deployments.worker_process import Work, work_for_parent
 from loray.models.grammar_vocabulary import grammar_vocabulary
 
@@ -75,9 +74,9 @@ def _compile(compiler: Any, job: Job) -> Any:
     if job.kind == "json_object":
         return compiler.compile_json_schema(ANY_OBJECT, any_whitespace=False)
     if job.kind == "json_schema":
-        return compiler.compile_json_schema(json.dumps(_checked(json.loads(job.text))), any_whitespace=False)
+        return compiler.compile_json_schema(json.dumps(enforceable(json.loads(job.text))), any_whitespace=False)
     if job.kind == "regex":
-        return compiler.compile_regex(ascii_pattern(job.text, ""))
+        return compiler.compile_regex(text_pattern(job.text))
     if job.kind == "ebnf":
         return compiler.compile_grammar(job.text)
     assert job.kind == "structural_tag", job.kind
@@ -101,32 +100,6 @@ def _refuse_dead_ends(compiled: Any) -> None:
             return
 
 
-def _checked(schema: Any) -> dict[str, Any]:
-    import xgrammar
-
-    result = enforceable(schema)
-    for pattern in _patterns(result):
-        grammar = xgrammar.Grammar.from_json_schema(json.dumps({"type": "string", "pattern": pattern}))
-        if PLAIN_CHARACTER not in pattern and "Regex(" not in str(grammar):  # then nothing keeps quotes out of the string
-            raise Unenforceable("", f"pattern {pattern!r} can't be enforced: it wants characters that JSON escapes, or is too large")
-    return result
-
-
-def _patterns(value: Any) -> Iterator[str]:
-    """Of a rewritten schema."""
-    if isinstance(value, list):
-        for item in value:
-            yield from _patterns(item)
-    elif isinstance(value, dict):
-        if value.get("type") == "string" and isinstance(value.get("pattern"), str):
-            yield value["pattern"]
-        if isinstance(value.get("patternProperties"), dict):
-            yield from value["patternProperties"]
-        for name, item in value.items():
-            if name != "enum":
-                yield from _patterns(item)
-
-
 def _checked_tags(value: Any) -> Any:
     """Of a structural tag: with every JSON schema in it checked, and spaces that come to an end."""
     if isinstance(value, list):
@@ -134,7 +107,7 @@ def _checked_tags(value: Any) -> Any:
     if not isinstance(value, dict):
         return value
     if value.get("type") == "json_schema" and "json_schema" in value:
-        return {"max_whitespace_cnt": 1, **value, "json_schema": _checked(value["json_schema"])}
+        return {"max_whitespace_cnt": 1, **value, "json_schema": enforceable(value["json_schema"])}
     return {name: _checked_tags(item) for name, item in value.items()}
 
 

@@ -2,6 +2,8 @@
 
 import asyncio
 import http
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
 from typing import Any
 
 from fastapi import FastAPI, Request, Response
@@ -16,19 +18,29 @@ from loray.deployments import admin, error_shapes, native, openai
 from loray.deployments.error_shapes import ERROR_RESPONSES
 from loray.deployments.errors import InvalidRequest, LorayError, TooLarge
 from loray.deployments.middleware import KeyCheck, Limits, RequestRecord
+from loray.deployments.request_spans import RequestSpans
 from loray.deployments.service import Service
-from loray.deployments.tracing import Tracing, otlp_exporter
+from loray.deployments.tracing import Tracing, make_tracing
 
 METRICS: dict[str, Any] = {"content": {"text/plain": {"schema": {"type": "string"}}, "application/json": {"schema": {"type": "array"}}}}
 
 
 def make_app(service: Service, answers_request_id: bool = True) -> FastAPI:
     """`answers_request_id`: unless whoever stands in front writes X-Request-Id into the answers."""
+    tracing = make_tracing(service.args.tracing)
+
+    @asynccontextmanager
+    async def lifespan(_: FastAPI) -> AsyncIterator[None]:
+        yield
+        if tracing:
+            await asyncio.to_thread(tracing.close)
+
     app = FastAPI(
         title="loray",
         description="One base model, thousands of LoRA adapters.",
         version=str(service.info()["version"]),
         responses=ERROR_RESPONSES,
+        lifespan=lifespan,
     )
     _add_error_handlers(app)
     app.include_router(native.make_router(service))
@@ -36,11 +48,11 @@ def make_app(service: Service, answers_request_id: bool = True) -> FastAPI:
     app.include_router(admin.make_router(service))
     _add_health(app, service)
     _add_descriptions(app, service)
-    _add_middleware(app, service, answers_request_id)
+    _add_middleware(app, service, tracing, answers_request_id)
     return app
 
 
-def _add_middleware(app: FastAPI, service: Service, answers_request_id: bool) -> None:
+def _add_middleware(app: FastAPI, service: Service, tracing: Tracing | None, answers_request_id: bool) -> None:
     """The last is the outermost."""
     args = service.args
     app.add_middleware(Limits, int(args.limits.max_body_bytes), args.limits.max_concurrent_requests)
@@ -55,9 +67,8 @@ def _add_middleware(app: FastAPI, service: Service, answers_request_id: bool) ->
             allow_credentials=args.cors.allow_credentials,
             max_age=args.cors.max_age_s,
         )
-    exporter = otlp_exporter(args.tracing)
-    tracing = Tracing(exporter, args.tracing) if exporter else None
-    app.add_middleware(RequestRecord, metrics=service.metrics, tracing=tracing, answers_id=answers_request_id)
+    spans = RequestSpans(tracing) if tracing else None
+    app.add_middleware(RequestRecord, metrics=service.metrics, spans=spans, answers_id=answers_request_id)
 
 
 def _add_error_handlers(app: FastAPI) -> None:

@@ -13,7 +13,8 @@ from jsonschema import Draft202012Validator
 from jsonschema.exceptions import SchemaError
 
 from loray.deployments.json_schema_merge import merged
-from loray.deployments.json_schema_values import Unenforceable, any_name_but, integer, number, string
+from loray.deployments.json_schema_patterns import Unenforceable, string_pattern
+from loray.deployments.json_schema_values import any_name_but, integer, number, string
 
 Schema = dict[str, Any]
 
@@ -187,8 +188,7 @@ class _Rewriter:
             result["additionalProperties"] = self._schema(others, f"{path}/additionalProperties")
         if patterns:
             (pattern, value) = next(iter(patterns.items()))
-            string({"pattern": pattern}, path)
-            result["patternProperties"] = {pattern: self._schema(value, f"{path}/patternProperties")}
+            result["patternProperties"] = {string_pattern(pattern, path): self._schema(value, f"{path}/patternProperties")}
         if "propertyNames" in schema and schema["propertyNames"] is not True:
             if properties or patterns:
                 raise Unenforceable(path, "propertyNames can't be enforced beside properties or patternProperties")

@@ -2,7 +2,7 @@
 
 from typing import Any
 
-from loray.deployments.json_schema_values import Unenforceable
+from loray.deployments.json_schema_patterns import Unenforceable
 
 Schema = dict[str, Any]
 

@@ -10,12 +10,12 @@ from starlette.exceptions import HTTPException
 from starlette.requests import Request
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from loray.deployments import request_log
+from loray.deployments import request_log, trace_context
 from loray.deployments.config import ApiKeyArgs
 from loray.deployments.error_shapes import response
 from loray.deployments.errors import Forbidden, Incomplete, LorayError, Overloaded, TooLarge, Unauthorized
 from loray.deployments.metrics import Metrics
-from loray.deployments.tracing import Tracing, sane_traceparent
+from loray.deployments.request_spans import RequestSpans
 
 logger = logging.getLogger(__name__)
 
@@ -128,10 +128,10 @@ class Limits:
 class RequestRecord:
     """Outermost: refusals and bugs are recorded too. An answer that has not begun when a bug comes up is a plain 500."""
 
-    def __init__(self, app: ASGIApp, metrics: Metrics, tracing: Tracing | None, answers_id: bool) -> None:
+    def __init__(self, app: ASGIApp, metrics: Metrics, spans: RequestSpans | None, answers_id: bool) -> None:
         self._app = app
         self._metrics = metrics
-        self._tracing = tracing
+        self._spans = spans
         self._answers_id = answers_id
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -140,7 +140,9 @@ class RequestRecord:
             return
         started = time.monotonic()
         headers = Headers(scope=scope)
-        note = request_log.begin(headers.get(REQUEST_ID, ""), sane_traceparent(headers.get("traceparent", "")))
+        trace = trace_context.received(headers.getlist("traceparent"), headers.getlist("tracestate"))
+        note = request_log.begin(headers.get(REQUEST_ID, ""), trace)
+        span = self._spans.begin(note) if self._spans else None
         status = CLIENT_GONE
 
         async def send_and_note(message: Message) -> None:
@@ -160,10 +162,7 @@ class RequestRecord:
             await response(Request(scope), Incomplete("internal error"))(scope, receive, send_and_note)
         finally:
             route = getattr(scope.get("route"), "path", "unknown")  # unknown paths share one label, or a scanner could fill the memory
-            self._end(note, route, status, time.monotonic() - started)
-
-    def _end(self, note: request_log.RequestNote, route: str, status: str, seconds: float) -> None:
-        self._metrics.observe_request(note, route, status)
-        request_log.tell(note, route, status, seconds)
-        if self._tracing:
-            self._tracing.record(note, route, status, seconds)
+            self._metrics.observe_request(note, route, status)
+            request_log.tell(note, route, status, time.monotonic() - started)
+            if self._spans and span:
+                self._spans.end(span, note, route, status)

@@ -12,6 +12,7 @@ from fastapi.responses import JSONResponse
 
 from loray.deployments import sse
 from loray.deployments.caller_token import caller_token
+from loray.deployments.config import ApiKeyArgs
 from loray.deployments.error_shapes import native_body
 from loray.deployments.errors import InvalidRequest
 from loray.deployments.generation import GeneratedToken, Generation, Timing
@@ -207,7 +208,14 @@ class Call:
 def make_router(service: Service) -> APIRouter:
     api = NativeApi(service)
     router = APIRouter(tags=["native"])
-    Token = Annotated[str, Depends(caller_token(service.args.api_keys))]
+    _add_generation(router, api, service.args.api_keys)
+    _add_embedding(router, api, service.args.api_keys)
+    _add_token_routes(router, api)
+    return router
+
+
+def _add_generation(router: APIRouter, api: NativeApi, keys: ApiKeyArgs) -> None:
+    Token = Annotated[str, Depends(caller_token(keys))]
 
     @router.post("/generate", response_model=GenerateShape)
     async def generate(body: GenerateBody, token: Token) -> Response:
@@ -230,11 +238,19 @@ def make_router(service: Service) -> APIRouter:
         response, headers = await api.respond(body, timing, token)
         return JSONResponse([response], headers=headers)
 
+
+def _add_embedding(router: APIRouter, api: NativeApi, keys: ApiKeyArgs) -> None:
+    Token = Annotated[str, Depends(caller_token(keys))]
+
     @router.post("/embed", response_model=EmbedShape)
     async def embed(body: EmbedBody, token: Token) -> Response:
         """One text as a vector: its final hidden states, pooled."""
         response, headers = await api.respond_embed(body, Timing(), token)
         return JSONResponse(response, headers=headers)
+
+
+def _add_token_routes(router: APIRouter, api: NativeApi) -> None:
+    """The tokens of a text, and what kinds they are of."""
 
     @router.post("/classify", response_model=None, status_code=422)
     async def classify(body: EmbedBody) -> Response:
@@ -250,5 +266,3 @@ def make_router(service: Service) -> APIRouter:
     async def tokenize(body: TokenizeBody) -> Response:
         """The tokens of a text; start and stop count characters."""
         return await api.respond_tokenize(body)
-
-    return router

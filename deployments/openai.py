@@ -87,7 +87,7 @@ class OpenAIApi:
                 ignore_eos=bool(body.ignore_eos),
                 stop_token_ids=tuple(body.stop_token_ids or ()),
             )
-            requests.append(self._service.request(prompt_ids, wanted, CHAT_NAMES))
+            requests.append(self._service.request(prompt_ids, wanted, CHAT_NAMES._replace(grammar=plan.param)))
         choices = [ChatChoice(index, bool(body.logprobs), plan.parser()) for index in range(len(requests))]
         shape = ResponseShape("chat", body.model, self._fingerprint)
         stops = [] if plan.is_forced else body.stops

@@ -4,6 +4,7 @@ from typing import Literal
 
 import msgspec
 
+from loray.deployments.trace_context import TraceContext
 from loray.models.step import Alternatives, Pooling, Sampling
 
 SOURCES = ("local", "hub", "s3", "gs", "az", "https")  # where adapters may come from
@@ -49,6 +50,8 @@ class GenerationRequest(msgspec.Struct, frozen=True, kw_only=True):
     stop_token_ids: list[int] = []  # tokens that end it, beside EOS
     wants_prompt_logprobs: bool = False
     deadline_s: float = 0.0  # what is left of its time when it is sent; 0 = no limit
+    grammar_field: str = ""  # what the caller calls the field that asks for sampling.grammar
+    trace: TraceContext = TraceContext()  # the span that it belongs under
 
     @property
     def adapter_id(self) -> str:

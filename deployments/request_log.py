@@ -2,20 +2,19 @@
 
 The note travels in a context variable, for it belongs to the request and not to any of the calls in between."""
 
-import json
 import logging
-import re
 import uuid
 from contextvars import ContextVar
 from dataclasses import dataclass, field
 
 from loray.deployments.errors import LorayError
 from loray.deployments.generation import Timing
+from loray.deployments.log_line import WORD, log_line
 from loray.deployments.request import GenerationRequest
+from loray.deployments.trace_context import TraceContext
 
 logger = logging.getLogger("ray.serve.loray")
 
-SANE_ID = re.compile(r"[\x21-\x7e]{1,128}")
 QUIET_ROUTES = {"/", "/health", "/ping", "/startup", "/metrics"}  # asked all the time; told only if they fail
 
 
@@ -32,7 +31,7 @@ class Sequence:
 @dataclass(slots=True)
 class RequestNote:
     request_id: str
-    traceparent: str = ""  # the caller's, W3C trace context
+    trace: TraceContext = TraceContext()  # the request's own span where there is one, else the caller's
     key_name: str = ""  # of the API key; "" = none needed
     error_type: str = ""
     sequences: list[Sequence] = field(default_factory=list)
@@ -49,9 +48,9 @@ class RequestNote:
 _current: ContextVar[RequestNote | None] = ContextVar("request_note", default=None)
 
 
-def begin(request_id: str, traceparent: str) -> RequestNote:
+def begin(request_id: str, trace: TraceContext) -> RequestNote:
     """`request_id` is what the caller calls it, if that can be used."""
-    note = RequestNote(request_id if SANE_ID.fullmatch(request_id) else uuid.uuid4().hex, traceparent)
+    note = RequestNote(request_id if WORD.fullmatch(request_id) else uuid.uuid4().hex, trace)
     _current.set(note)
     return note
 
@@ -65,6 +64,12 @@ def new_sequence_id() -> str:
     """Begins with the HTTP request's id, so that the driver's log can be searched for it."""
     note = _current.get()
     return f"{note.request_id}-{uuid.uuid4().hex[:12]}" if note else uuid.uuid4().hex
+
+
+def trace() -> TraceContext:
+    """What is done for the HTTP request belongs under it."""
+    note = _current.get()
+    return note.trace if note else TraceContext()
 
 
 def add(request: GenerationRequest, timing: Timing, num_tokens: int, outcome: str) -> None:
@@ -87,11 +92,11 @@ def tell(note: RequestNote, route: str, status: str, seconds: float) -> None:
         fields["key"] = note.key_name
     if note.error_type:
         fields["error"] = note.error_type
-    if note.traceparent:
-        fields["trace"] = note.traceparent.split("-")[1]
+    if note.trace.trace_id:
+        fields["trace"] = note.trace.trace_id
     if note.sequences:
         fields |= _sequence_fields(note)
-    logger.info("request %s", " ".join(f"{name}={_value(value)}" for name, value in fields.items()))
+    logger.info("%s", log_line("request", fields))
 
 
 def _sequence_fields(note: RequestNote) -> dict[str, object]:
@@ -104,9 +109,3 @@ def _sequence_fields(note: RequestNote) -> dict[str, object]:
     if timing.first_token:
         fields["first_token_ms"] = round((timing.first_token - timing.received) * 1000)
     return fields
-
-
-def _value(value: object) -> str:
-    """An adapter's name may be anything; a line stays a line of words."""
-    text = str(value)
-    return text if SANE_ID.fullmatch(text) and '"' not in text else json.dumps(text)[:200]

@@ -93,7 +93,7 @@ class Scheduler:
         for sequence in [s for s in self.running if s.num_to_compute == 1]:
             self._grow(plan, sequence)
         self._plan_prompts(plan)
-        return plan if plan.rows else None
+        return plan if plan.rows or plan.loads else None
 
     def complete(self, plan: Plan, token_ids: list[int], eos_ids: Collection[int]) -> list[Sequence]:
         """Give a finished step's tokens to their sequences; those still wanted come back, with them those that have their embedding."""
@@ -123,14 +123,24 @@ class Scheduler:
         heads = self._admissible()
         head = next(heads, None)
         blocked: Sequence | None = None
+        kept: list[int] = []  # blocks for each that starts in the next step
         while plan.num_tokens < self._max_batch_tokens and (prefills or head):
             if not head or (prefills and self.waiting.served(prefills[-1]) <= self.waiting.served(head)):
                 self._grow(plan, prefills.pop())
-            elif self._fits(head, prefills) and self._may_pass(head, blocked):
-                self._admit(plan, head)
+            elif self._fits(head, prefills, kept) and self._may_pass(head, blocked):
+                if self._load_ahead(plan, head.adapter):
+                    kept.append(self._num_wanted(head))
+                else:
+                    self._admit(plan, head)
                 head = next(heads, None)
             else:
                 head, blocked = None if blocked else next(heads, None), head
+
+    def _load_ahead(self, plan: Plan, adapter: Adapter | None) -> bool:
+        """Whether the adapter comes into the pool in this step: its sequences start in the next, so that no other waits for the copy."""
+        if adapter and not adapter.page_ids:
+            plan.loads[adapter] = self.adapters.place(adapter)
+        return adapter in plan.loads
 
     def _grow(self, plan: Plan, sequence: Sequence) -> None:
         """Add a running sequence to the plan, at the cost of others if blocks are short."""
@@ -215,8 +225,10 @@ class Scheduler:
         self.blocks.release(cached)
         return num_wanted
 
-    def _fits(self, sequence: Sequence, prefills: Iterable[Sequence]) -> bool:
-        return bool(self._free_slots) and self._num_wanted(sequence) + self._num_reserved(prefills) <= self.blocks.num_free
+    def _fits(self, sequence: Sequence, prefills: Iterable[Sequence], kept: list[int]) -> bool:
+        """kept: blocks for each of those that have a place already."""
+        num_taken = sum(kept) + self._num_reserved(prefills)
+        return len(self._free_slots) > len(kept) and self._num_wanted(sequence) + num_taken <= self.blocks.num_free
 
     def _admit(self, plan: Plan, sequence: Sequence) -> None:
         cached = self._take_cached(sequence)
@@ -225,8 +237,6 @@ class Scheduler:
         sequence.num_computed = len(cached) * self.blocks.block_size
         self.num_started_tokens += len(sequence.token_ids)
         self.num_cached_tokens += sequence.num_computed
-        if sequence.adapter and not sequence.adapter.page_ids:
-            plan.loads[sequence.adapter] = self.adapters.place(sequence.adapter)
         self.waiting.take(sequence)
         sequence.queue_s = sequence.queue_s or time.monotonic() - sequence.accepted_at
         sequence.slot = self._free_slots.pop()

@@ -3,11 +3,27 @@
 import math
 import time
 from collections.abc import Collection
+from dataclasses import dataclass
 
 from loray.cluster.channel import Address
 from loray.deployments.adapters import Adapter
 from loray.deployments.block_pool import BlockHash, chain_hash
 from loray.deployments.request import GenerationRequest
+
+
+@dataclass(frozen=True, slots=True)
+class Ending:
+    """What became of one request at this replica."""
+
+    error: str = ""  # class name in errors.py, or "aborted"; "" = all went well
+    finish_reason: str = ""
+    queue_s: float = 0.0
+    first_token_at: float = 0.0  # seconds of the monotonic clock; 0 = no token came
+    num_tokens: int = 0  # made here
+
+    @property
+    def outcome(self) -> str:
+        return self.error or self.finish_reason
 
 
 class Sequence:
@@ -21,6 +37,7 @@ class Sequence:
         self.accepted_at = time.monotonic()
         self.deadline = self.accepted_at + request.deadline_s if request.deadline_s > 0 else math.inf
         self.queue_s = 0.0  # seconds until it first got a slot; 0 = not yet
+        self.first_token_at = 0.0  # 0 = not yet
         self.token_ids = request.prompt_ids + request.output_ids
         self.num_prompt = len(request.prompt_ids)
         self.num_unknown = 0  # tokens sampled, or embeddings made, by steps whose results are not back
@@ -65,6 +82,7 @@ class Sequence:
 
     def append(self, token_id: int, eos_ids: Collection[int]) -> None:
         """A token came back."""
+        self.first_token_at = self.first_token_at or time.monotonic()
         self.token_ids.append(token_id)
         is_ending = not self.request.ignore_eos or bool(self.request.sampling.grammar)  # of a text that is whole nothing more can come
         if token_id in eos_ids and is_ending:
@@ -73,3 +91,7 @@ class Sequence:
             self.finish_reason = "stop_token"
         elif self.num_output >= self.request.max_new_tokens:
             self.finish_reason = "length"
+
+    def ending(self, error: str) -> Ending:
+        num_tokens = self.num_output - len(self.request.output_ids)
+        return Ending(error, self.finish_reason, self.queue_s, self.first_token_at, num_tokens)

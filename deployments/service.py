@@ -18,7 +18,7 @@ from loray.deployments.adapter_status import AdapterStatus
 from loray.deployments.backend import Backend
 from loray.deployments.config import ServerArgs
 from loray.deployments.deadlines import in_time, seconds_left
-from loray.deployments.errors import DeadlineExceeded, EmbeddingFailed, Incomplete, InvalidRequest, LorayError, Unhealthy
+from loray.deployments.errors import DeadlineExceeded, EmbeddingFailed, GrammarFailed, Incomplete, InvalidRequest, LorayError, Unhealthy
 from loray.deployments.generation import Generation, Timing
 from loray.deployments.grammars import Grammars
 from loray.deployments.metrics import EMBEDDED, Metrics
@@ -39,6 +39,7 @@ class FieldNames(NamedTuple):
     prompt: str
     max_new_tokens: str
     min_new_tokens: str = "min_tokens"
+    grammar: str = "response_format"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -112,7 +113,9 @@ class Service:
             adapter=wanted.adapter,
             stop_token_ids=list(wanted.stop_token_ids),
             wants_prompt_logprobs=wanted.prompt_logprobs,
+            grammar_field=names.grammar,
             deadline_s=self.deadline_s,
+            trace=request_log.trace(),
         )
 
     def again(self, request: GenerationRequest) -> GenerationRequest:
@@ -155,6 +158,7 @@ class Service:
             adapter=adapter,
             pooling=self.args.model.pooling,
             deadline_s=self.deadline_s,
+            trace=request_log.trace(),
         )
 
     def _check_prompt(self, prompt_ids: list[int], name: str) -> None:
@@ -180,6 +184,9 @@ class Service:
             with self._telling_the_limit():
                 yield generation
             outcome = generation.finish_reason or outcome
+        except GrammarFailed as error:
+            outcome = error.error_type
+            raise InvalidRequest(f"{request.grammar_field}: {error.message}", request.grammar_field) from error
         except LorayError as error:
             outcome = error.error_type
             raise
@@ -235,7 +242,9 @@ class Service:
         """Makes one real token, once."""
         if self._has_generated:
             return
-        request = GenerationRequest(request_id=request_log.new_sequence_id(), prompt_ids=[0], max_new_tokens=1, sampling=Sampling())
+        request = GenerationRequest(
+            request_id=request_log.new_sequence_id(), prompt_ids=[0], max_new_tokens=1, sampling=Sampling(), trace=request_log.trace()
+        )
         try:
             async with self.generation(request, [], Timing()) as generation:
                 self._has_generated = [piece async for piece in generation] != []

@@ -1,23 +1,22 @@
-"""OpenTelemetry spans of finished requests, made from the times that were noted. Imports nothing of it unless it is configured."""
+"""OpenTelemetry: this process's spans, sent in the background. Imports nothing of it unless it is configured, and knows no requests."""
 
-import re
 import time
-from collections.abc import Iterator
+from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 from loray.deployments.config import TracingArgs
-from loray.deployments.generation import Timing
-from loray.deployments.request_log import RequestNote
+from loray.deployments.trace_context import TraceContext
 
 if TYPE_CHECKING:
+    from opentelemetry.context import Context
     from opentelemetry.sdk.trace.export import SpanExporter
+    from opentelemetry.trace import Span
 
-TRACEPARENT = re.compile(r"(?!ff)[0-9a-f]{2}-(?!0{32})[0-9a-f]{32}-(?!0{16})[0-9a-f]{16}-[0-9a-f]{2}(-.*)?")
 
-
-def sane_traceparent(header: str) -> str:
-    """As it is, or "" if it is none."""
-    return header if TRACEPARENT.fullmatch(header) else ""
+def make_tracing(args: TracingArgs) -> "Tracing | None":
+    """None if it is not configured."""
+    exporter = otlp_exporter(args)
+    return Tracing(exporter, args) if exporter else None
 
 
 def otlp_exporter(args: TracingArgs) -> "SpanExporter | None":
@@ -32,7 +31,7 @@ def otlp_exporter(args: TracingArgs) -> "SpanExporter | None":
 
 
 class Tracing:
-    """One span for the HTTP request; under it, for each sequence, the time in the queue, of the prefill and of the decoding."""
+    """Whoever began a trace decides whether it is recorded; of those that begin here a share is."""
 
     def __init__(self, exporter: "SpanExporter", args: TracingArgs) -> None:
         from opentelemetry.sdk.resources import Resource
@@ -46,42 +45,34 @@ class Tracing:
         self._provider.add_span_processor(BatchSpanProcessor(exporter))
         self._tracer = self._provider.get_tracer("loray")
 
-    def record(self, note: RequestNote, route: str, status: str, seconds: float) -> None:
-        """Once, when the request is over; it took so many seconds."""
-        from opentelemetry.trace import SpanKind, set_span_in_context
-        from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
+    def start_server(self, trace: TraceContext) -> "Span":
+        """The span, from now on, of a request that came from outside. A trace begins with it where there is none."""
+        from opentelemetry.trace import SpanKind
 
-        end = time.monotonic()
-        attributes: dict[str, Any] = {"http.route": route, "http.response.status_code": int(status), "loray.request_id": note.request_id}
-        attributes |= {"gen_ai.usage.input_tokens": note.num_prompt_tokens, "gen_ai.usage.output_tokens": note.num_tokens}
-        if note.error_type:
-            attributes["error.type"] = note.error_type
-        parent = TraceContextTextMapPropagator().extract({"traceparent": note.traceparent})
-        span = self._tracer.start_span(route, parent, SpanKind.SERVER, attributes, start_time=_nanoseconds(end - seconds))
-        inside = set_span_in_context(span)
-        for sequence in note.sequences:
-            named = {"loray.adapter_id": sequence.request.adapter_id, "loray.outcome": sequence.outcome}
-            for name, start, stop in _phases(sequence.timing):
-                part = self._tracer.start_span(name, inside, attributes=named, start_time=_nanoseconds(start))
-                part.end(_nanoseconds(stop))
-        span.end(_nanoseconds(end))
+        return self._tracer.start_span("request", remote(trace), SpanKind.SERVER)
+
+    def record(self, name: str, under: "Context", period: tuple[float, float], attributes: Mapping[str, Any]) -> None:
+        """A span that is over; its period is in seconds of the monotonic clock."""
+        start, stop = period
+        span = self._tracer.start_span(name, under, attributes=attributes, start_time=_nanoseconds(start))
+        span.end(_nanoseconds(stop))
 
     def close(self) -> None:
         """Sends what is left."""
         self._provider.shutdown()
 
 
-def _phases(timing: Timing) -> Iterator[tuple[str, float, float]]:
-    """Each with its beginning and end, as far as the request came."""
-    moments = [
-        ("queue", timing.validated),
-        ("prefill", timing.admitted or timing.first_token),
-        ("decode", timing.first_token),
-        ("", timing.finished),
-    ]
-    known = [(name, moment) for name, moment in moments if moment]
-    for (name, start), (_, stop) in zip(known, known[1:], strict=False):
-        yield name, start, max(start, stop)
+def remote(trace: TraceContext) -> "Context":
+    """Under a span of another process."""
+    from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
+
+    return TraceContextTextMapPropagator().extract({"traceparent": trace.traceparent, "tracestate": trace.tracestate})
+
+
+def under(span: "Span", tracestate: str) -> TraceContext:
+    """What other processes must know to put their spans under this one."""
+    here = span.get_span_context()
+    return TraceContext(f"00-{here.trace_id:032x}-{here.span_id:016x}-{here.trace_flags:02x}", tracestate)
 
 
 def _nanoseconds(moment: float) -> int:

@@ -4,16 +4,16 @@ What costs here is the number of small products, so adapters are taken together:
 equally large ones at equal distances, their matrices are one strided view and one batched product serves them all.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import cached_property
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
+from loray.kernels.delta import plus_delta
+
 MAX_KEPT_VIEWS = 128  # a layer keeps about 2 KB for each
-COLUMNS_AT_ONCE = 128  # of one block on a GPU
 SHORT_BLOCK, LONG_BLOCK = 16, 64  # tokens of one block on a GPU
 
 
@@ -47,11 +47,24 @@ class LoraGroup:
 class LoraSegments:
     """Neighbouring tokens of one adapter, cut into blocks, and the adapters' pages, one adapter's after another's."""
 
-    blocks: Tensor  # [num_blocks, 4] int32: first token, number of tokens, first place in page_ids, number of pages
+    blocks: Tensor  # [num_blocks, 4] int32: first token, number of tokens (0 = none), first place in page_ids, number of pages
     page_ids: Tensor  # [pages of all adapters] int32
+    is_updated: Tensor  # [num_tokens] int32: 1 for the tokens of the blocks
     block_tokens: int  # the most tokens of a block: SHORT_BLOCK or LONG_BLOCK
     max_pages: int  # of one adapter
     page_rank: int  # ranks of a page
+    stream: "torch.cuda.Stream | None" = None  # where updates are computed beside the product with the base weight; None = after it
+
+
+class Parted(NamedTuple):
+    """A layer's output, and what is still to be added to it where LoRA was computed beside it: whoever reads it next adds it up."""
+
+    y: Tensor  # [num_tokens, outputs]
+    delta: Tensor | None = None  # [num_tokens, outputs]
+    has_delta: Tensor | None = None  # [num_tokens] int32: where it is 0, delta is anything
+
+    def joined(self) -> Tensor:
+        return plus_delta(*self)
 
 
 LoraWork = tuple[LoraGroup, ...] | LoraSegments  # of one step: groups on a CPU, segments on a GPU; empty groups = nothing to add
@@ -65,16 +78,6 @@ class LoraPages:
         self.b = b  # [pool_ranks, sum(widths)], projections side by side, scale included
         self.widths = list(widths)
         self._views: dict[PoolView, list[tuple[Tensor, Tensor]]] = {}
-
-    @cached_property
-    def columns(self) -> Tensor:
-        """[num_blocks, 3] int32: projection, first column and end of up to COLUMNS_AT_ONCE columns that belong to one projection."""
-        blocks, first = [], 0
-        for projection, width in enumerate(self.widths):
-            end = first + width
-            blocks += [(projection, start, min(start + COLUMNS_AT_ONCE, end)) for start in range(first, end, COLUMNS_AT_ONCE)]
-            first = end
-        return torch.tensor(blocks, dtype=torch.int32).reshape(-1, 3).to(self.b.device)
 
     def matrices(self, view: PoolView) -> list[tuple[Tensor, Tensor]]:
         """For each projection a transposed, [num_chunks, in, size], and b, [num_chunks, size, width]: views, kept because making them
@@ -112,3 +115,17 @@ def add_lora(y: Tensor, x: Tensor, pages: LoraPages, work: LoraWork) -> None:
             if group.padding is not None:  # a sum over bags of rows: a third of index_add_'s time, and always in the same order
                 delta = torch.embedding_bag(delta, group.padding.parts, group.padding.first_parts, False, 0)[0]
             y_part.add_(delta)
+
+
+def lora_beside(x: Tensor, pages: LoraPages, segments: LoraSegments, product: Callable[[], Tensor]) -> Parted:
+    """The product with the base weight, and at the same time, on a stream of its own, what LoRA adds to it."""
+    from loray.kernels.lora_segments import lora_update
+
+    assert segments.stream is not None
+    main = torch.cuda.current_stream()
+    segments.stream.wait_stream(main)
+    with torch.cuda.stream(segments.stream):
+        delta = lora_update(x, pages, segments)
+    y = product()
+    main.wait_stream(segments.stream)
+    return Parted(y, delta, segments.is_updated)

@@ -1,77 +1,93 @@
-"""Attention over paged keys and values: PyTorch's scaled_dot_product_attention on gathered blocks, one call for each group."""
-
-from dataclasses import dataclass
+"""Attention over paged keys and values: on a GPU where the blocks lie, on a CPU by PyTorch's scaled_dot_product_attention on gathered
+blocks, one call for each group."""
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from loray.kernels.kv_store import gather_kv, store_kv
-from loray.kernels.rotary import rotate
-from loray.models.batch import AttentionGroup, Batch
+from loray.kernels.attention import Scoring
+from loray.kernels.kv_store import gather_kv
+from loray.kernels.lora import Parted
+from loray.kernels.paged_attention import paged_attention
+from loray.kernels.paged_prefill import paged_prefill
+from loray.kernels.prefix_gather import gather_prefix
+from loray.kernels.rotary import rotate_and_store
+from loray.kernels.varlen_attention import FLASH_ATTN, TORCH_VARLEN, backend, varlen_attention
+from loray.models.batch import AttentionGroup, Batch, PagedWork, PromptWork
 from loray.models.shards import HeadShard
 
-BACKEND = "sdpa"
 Rope = tuple[Tensor, Tensor]  # cos, sin of this step's positions
-
-
-@dataclass(frozen=True, slots=True)
-class Scoring:
-    """How a layer's queries weigh keys: softmax(cap(scale * q k)) over the window."""
-
-    scale: float
-    window: int = 0  # keys that a query sees, itself included; 0 = all before it
-    cap: float = 0.0  # scores are squeezed into (-cap, cap) by tanh; 0 = not
-    is_upcast: bool = False  # in float32, whatever the model's dtype
 
 
 class PagedAttention:
     """The part between the projections, for this rank's heads: rotate, store keys and values, attend."""
 
-    def __init__(self, heads: HeadShard, head_dim: int, scoring: Scoring) -> None:
+    def __init__(self, heads: HeadShard, head_dim: int, scoring: Scoring, is_upcast: bool = False) -> None:
         self.num_heads, self.num_kv_heads, self.head_dim = heads.query.size, heads.kv.size, head_dim
         self.scoring = scoring
+        self.is_upcast = is_upcast  # in float32, whatever the model's dtype
 
-    def __call__(self, qkv: Tensor, rope: Rope | None, kv_cache: Tensor, batch: Batch) -> Tensor:
+    def __call__(self, qkv: Parted, rope: Rope | None, kv_cache: Tensor, batch: Batch) -> Tensor:
         """qkv [num_tokens, (num_heads + 2 * num_kv_heads) * head_dim] -> [num_tokens, num_heads * head_dim]; qkv is overwritten."""
-        qkv = qkv.view(len(qkv), -1, self.head_dim)
-        if rope is not None:
-            rotate(qkv[:, : self.num_heads + self.num_kv_heads], *rope)
-        store_kv(kv_cache, qkv[:, self.num_heads :], batch.kv_slots)
-        return attend(qkv[:, : self.num_heads], kv_cache, batch, self.scoring).reshape(len(qkv), -1)
+        heads = qkv.y.view(len(qkv.y), -1, self.head_dim)
+        cos, sin = rope or (None, None)
+        sizes = self.num_heads, self.num_kv_heads
+        rotate_and_store(heads, cos, sin, kv_cache, batch.kv_slots, *sizes, delta=qkv.delta, has_delta=qkv.has_delta)
+        return self._attend(heads[:, : self.num_heads], kv_cache, batch).reshape(len(heads), -1)
+
+    def _attend(self, q: Tensor, kv: Tensor, batch: Batch) -> Tensor:
+        """Each query against the keys of its own sequence up to itself.
+
+        q [num_tokens, num_heads, head_dim] -> the same; kv is one layer of the cache and already holds this step's keys and values.
+        """
+        work = batch.attention
+        if isinstance(work, PagedWork):
+            return _attend_paged(q, kv, work, self.scoring)
+        if len(work) == 1 and isinstance(work[0].tokens, slice):
+            return _attend_group(q, kv, work[0], self.scoring, self.is_upcast)
+        out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
+        for group in work:
+            out[group.tokens] = _attend_group(q, kv, group, self.scoring, self.is_upcast)
+        return out
 
 
-def attend(q: Tensor, kv: Tensor, batch: Batch, scoring: Scoring) -> Tensor:
-    """Each query against the keys of its own sequence up to itself.
-
-    q [num_tokens, num_heads, head_dim] -> the same; kv is one layer of the cache and already holds this step's keys and values.
-    """
-    if len(batch.groups) == 1 and isinstance(batch.groups[0].tokens, slice):
-        return _attend_group(q, kv, batch.groups[0], scoring)
-    out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
-    for group in batch.groups:
-        out[group.tokens] = _attend_group(q, kv, group, scoring)
-    return out
+def _attend_paged(q: Tensor, kv: Tensor, work: PagedWork, scoring: Scoring) -> Tensor:
+    """Kernels add up in float32 in any case."""
+    count = work.num_decodes
+    parts = []
+    if count:
+        parts.append(paged_attention(q[:count], kv, work.block_table[:count], work.context_lens[:count], scoring))
+    if work.prompts is not None:
+        parts.append(_attend_prompts(q[count:], kv, work.block_table[count:], work.context_lens[count:], work.prompts, scoring))
+    return parts[0] if len(parts) == 1 else torch.cat(parts)
 
 
-def _attend_group(q: Tensor, kv: Tensor, group: AttentionGroup, scoring: Scoring) -> Tensor:
+def _attend_prompts(q: Tensor, kv: Tensor, table: Tensor, context_lens: Tensor, prompts: PromptWork, scoring: Scoring) -> Tensor:
+    if backend(q.device, q.dtype, kv.dtype, q.shape[2], scoring) not in (FLASH_ATTN, TORCH_VARLEN):
+        return paged_prefill(q, kv, table, prompts.first_queries, context_lens, prompts.longest, scoring)
+    keys, values = gather_prefix(kv, table, prompts.first_keys, prompts.num_keys)
+    firsts = prompts.first_queries, prompts.first_keys
+    return varlen_attention(q, keys, values, *firsts, prompts.longest, prompts.longest_context, scoring)
+
+
+def _attend_group(q: Tensor, kv: Tensor, group: AttentionGroup, scoring: Scoring, is_upcast: bool) -> Tensor:
     keys, values = gather_kv(kv, group.blocks, group.num_seqs, group.context_len)
     q = q[group.tokens if group.padding is None else group.padding]
     num_heads, head_dim = q.shape[1:]
     if group.q_len == 1:  # the query heads that share a key head become its queries, so nothing is repeated
         q = q.view(group.num_seqs, keys.shape[1], -1, head_dim)
-        return _weigh(q, keys, values, group, scoring).reshape(group.num_seqs, num_heads, head_dim)
+        return _weigh(q, keys, values, group, scoring, is_upcast).reshape(group.num_seqs, num_heads, head_dim)
     q = q.view(group.num_seqs, group.q_len, num_heads, head_dim).transpose(1, 2)
-    out = _weigh(q, keys, values, group, scoring).transpose(1, 2).reshape(-1, num_heads, head_dim)
+    out = _weigh(q, keys, values, group, scoring, is_upcast).transpose(1, 2).reshape(-1, num_heads, head_dim)
     return out if group.unpadding is None else out[group.unpadding]
 
 
-def _weigh(q: Tensor, keys: Tensor, values: Tensor, group: AttentionGroup, scoring: Scoring) -> Tensor:
+def _weigh(q: Tensor, keys: Tensor, values: Tensor, group: AttentionGroup, scoring: Scoring, is_upcast: bool) -> Tensor:
     """[num_seqs, heads, queries, head_dim] each; fewer key heads than query heads are shared among neighbours."""
     mask, is_causal = group.masks[scoring.window]
     if scoring.cap:
         return _weigh_capped(q, keys, values, mask, is_causal, scoring)
-    if scoring.is_upcast and q.dtype != torch.float32:
+    if is_upcast and q.dtype != torch.float32:
         mask = None if mask is None else mask.float()
         out = F.scaled_dot_product_attention(
             q.float(), keys.float(), values.float(), mask, is_causal=is_causal, scale=scoring.scale, enable_gqa=True

@@ -40,11 +40,35 @@ class AttentionGroup:
 
 
 @dataclass(frozen=True, slots=True)
+class PagedWork:
+    """Sequences attended where their blocks lie, those with one token first."""
+
+    num_decodes: int  # sequences with one token, each
+    block_table: Tensor  # [num_seqs, max_blocks] int32
+    context_lens: Tensor  # [num_seqs] int32; 0 = no sequence at all
+    prompts: "PromptWork | None"  # of the other sequences
+
+
+@dataclass(frozen=True, slots=True)
+class PromptWork:
+    """Of the sequences with several tokens: where each one's queries and keys begin, were they laid one after another."""
+
+    first_queries: Tensor  # [num_seqs + 1] int32
+    first_keys: Tensor  # [num_seqs + 1] int32
+    num_keys: int
+    longest: int  # queries of a sequence
+    longest_context: int
+
+
+AttentionWork = tuple[AttentionGroup, ...] | PagedWork  # of one step: groups on a CPU, paged on a GPU
+
+
+@dataclass(frozen=True, slots=True)
 class Batch:
     input_ids: Tensor  # [num_tokens] int32
     positions: Tensor  # [num_tokens] int64
-    kv_slots: Tensor  # [num_tokens] int64, where each token's key and value go: block id * block size + offset
-    groups: tuple[AttentionGroup, ...]
+    kv_slots: Tensor  # [num_tokens] int64, where each token's key and value go: block id * block size + offset; -1 = nowhere
+    attention: AttentionWork
     lora_work: LoraWork  # for the tokens that have an adapter
     specials: tuple[SpecialRows, ...]  # of the tokens whose adapter has more than rank pages
     sample_tokens: Tensor | None  # [num_samples] int64, places in the batch; None = every token, in order

@@ -11,13 +11,14 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from loray.models.attention_groups import SMALLEST_CONTEXT
 from loray.models.device_memory import free_bytes
 from loray.models.grammar_masks import GrammarMasks
 from loray.models.hosted_model import Compute, HostedModel, HostedOptions
+from loray.models.launched import Launched
 from loray.models.lora import LoraPool
 from loray.models.lora_groups import lora_work, sort_key, special_rows
 from loray.models.padded_batch import PaddedBatch
-from loray.models.planner import SMALLEST_CONTEXT
 from loray.models.prompt_logprobs import MAX_PIECE, PromptLogprobs
 from loray.models.slot_sampling import Sampled, SlotSampling
 from loray.models.slots import Slots
@@ -78,6 +79,10 @@ class CausalLMRunner:
         at worst twice what the driver's blocks stand for, beyond those 256. A forward holds what it extends twice, old and new."""
         self._lora.allocate(num_pages)
 
+    def launch(self, step: Step) -> Launched:
+        result = self.execute(step)
+        return Launched(lambda: result, lambda: True)
+
     @torch.inference_mode()
     def execute(self, step: Step) -> StepResult:
         failed_loads = self._lora.load_all(step.loads, step.freed_pages)
@@ -105,7 +110,7 @@ class CausalLMRunner:
             found.logprobs,
             failed_loads,
             [embeddings[row.slot] for row in step.rows if row.slot in embeddings],
-            self._lora.load_seconds,
+            self._lora.load_time.seconds(),
             failed_rows=self._sampling.failed(step.rows),
             alternatives=found.alternatives,
             prompt_logprobs={place: scores.logprobs for place, scores in prompts.items()},
@@ -116,6 +121,7 @@ class CausalLMRunner:
         assert admission.num_computed == 0, "a prefix is cached in blocks, and this rank has none"
         slot = admission.slot
         self._drop({slot})
+        self._lora.wait(admission.page_ids)
         self._slots.admit(admission)
         self._prompts.admit(admission)
         self._pooling[slot] = admission.pooling
@@ -196,7 +202,9 @@ class CausalLMRunner:
         if not slots:
             return Sampled([], [], {})
         places = np.array(slots)
-        return self._sampling.sample(torch.stack([logits[slot] for slot in slots]), places, self._slots.num_computed[places])
+        return self._sampling.fetch(
+            self._sampling.sample(torch.stack([logits[slot] for slot in slots]), places, self._slots.num_computed[places])
+        )
 
     def _embed(self, group: list[Row]) -> dict[int, list[float]]:
         """Slot -> embedding, of the rows that end one."""

@@ -5,7 +5,8 @@ from collections.abc import Sequence
 from torch import Tensor, nn
 from transformers import PretrainedConfig
 
-from loray.models.attention import PagedAttention, Scoring
+from loray.kernels.attention import Scoring
+from loray.models.attention import PagedAttention
 from loray.models.batch import Batch
 from loray.models.decoder import Decoder
 from loray.models.layers import PositionEmbedding, activation
@@ -28,10 +29,10 @@ class GPT2Attention(nn.Module):
         scale = head_dim**-0.5 if config.scale_attn_weights else 1.0
         if config.scale_attn_by_inverse_layer_idx:
             scale /= layer + 1
-        self.attention = PagedAttention(heads, head_dim, Scoring(scale, is_upcast=config.reorder_and_upcast_attn))
+        self.attention = PagedAttention(heads, head_dim, Scoring(scale), config.reorder_and_upcast_attn)
 
     def forward(self, x: Tensor, kv_cache: Tensor, batch: Batch) -> Tensor:
-        return self.c_proj(self.attention(self.c_attn(x, batch), None, kv_cache, batch), batch)
+        return self.c_proj(self.attention(self.c_attn.parted(x, batch), None, kv_cache, batch), batch)
 
 
 class GPT2MLP(nn.Module):

@@ -5,7 +5,8 @@ from collections.abc import Sequence
 from torch import Tensor, nn
 from transformers import PretrainedConfig
 
-from loray.models.attention import PagedAttention, Rope, Scoring
+from loray.kernels.attention import Scoring
+from loray.models.attention import PagedAttention, Rope
 from loray.models.batch import Batch
 from loray.models.decoder import Decoder
 from loray.models.layers import activation
@@ -29,7 +30,7 @@ class GPTNeoXAttention(nn.Module):
         self.attention = PagedAttention(heads, head_dim, Scoring(head_dim**-0.5))
 
     def partial(self, x: Tensor, rope: Rope, kv_cache: Tensor, batch: Batch) -> Tensor:
-        return self.dense.partial(self.attention(self.query_key_value(x, batch), rope, kv_cache, batch), batch)
+        return self.dense.partial(self.attention(self.query_key_value.parted(x, batch), rope, kv_cache, batch), batch)
 
 
 class GPTNeoXMLP(nn.Module):

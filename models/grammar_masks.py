@@ -14,7 +14,9 @@ import torch
 from torch import Tensor
 
 from loray.models.grammar_vocabulary import grammar_vocabulary
+from loray.models.model_folder import CheckpointError
 from loray.models.sampler import NEVER
+from loray.models.step import RowFailure
 
 if TYPE_CHECKING:  # imported when the first grammar comes: few servers see one
     from xgrammar import CompiledGrammar, GrammarMatcher, TokenizerInfo
@@ -39,7 +41,7 @@ class GrammarMasks:
         self._num_compiled_bytes = 0
         self._matchers: dict[int, GrammarMatcher] = {}  # by slot
         self._seconds_left: dict[int, float] = {}  # by slot, of those with a matcher
-        self.failures: dict[int, str] = {}  # slot -> why its sequence cannot go on
+        self.failures: dict[int, RowFailure] = {}  # by slot
 
     def vocabulary(self) -> "TokenizerInfo":
         """The first time it takes seconds, in which a rank would do nothing else. Any thread may ask for it before."""
@@ -56,13 +58,21 @@ class GrammarMasks:
             return
         try:
             self.vocabulary()  # its time is nobody's fault
-            self._seconds_left[slot] = SAVED_S
+        except (CheckpointError, RuntimeError, ValueError, OSError) as error:
+            self.failures[slot] = RowFailure(f"the vocabulary can't be read: {error}")
+            return
+        self._seconds_left[slot] = SAVED_S
+        try:
             with self._timed(slot):
                 self._matchers[slot] = self._matcher(grammar)
-        except (RuntimeError, ValueError, OSError, zlib.error) as error:  # xgrammar's own errors are RuntimeErrors
-            self.failures[slot] = f"the grammar can't be read: {error}"
+        except (RuntimeError, ValueError, zlib.error) as error:  # xgrammar's own errors are RuntimeErrors
+            self._blame(slot, f"can't be read: {error}")
         for token_id in output_ids:
             self._accept(slot, token_id)
+
+    @property
+    def is_in_use(self) -> bool:
+        return bool(self._matchers or self.failures)
 
     def __contains__(self, slot: int) -> bool:
         return slot in self._matchers
@@ -81,7 +91,7 @@ class GrammarMasks:
         with self._timed(slot):
             is_allowed = matcher.accept_token(token_id)
         if not is_allowed:
-            self.failures[slot] = f"the grammar does not allow token {token_id} where it was generated"
+            self.failures[slot] = RowFailure(f"the grammar does not allow token {token_id} where it was generated")
 
     @contextmanager
     def _timed(self, slot: int) -> Iterator[None]:
@@ -90,8 +100,11 @@ class GrammarMasks:
         yield
         self._seconds_left[slot] -= time.thread_time() - start
         if self._is_timed and self._seconds_left[slot] < 0:
-            limit = f"more than {1000 * TOKEN_S:g} ms a token"
-            self.failures[slot] = f"the grammar takes too long: {limit}; it is ambiguous, counts too far or is too large"
+            self._blame(slot, f"takes too long: more than {1000 * TOKEN_S:g} ms a token; it is ambiguous, counts too far or is too large")
+
+    def _blame(self, slot: int, reason: str) -> None:
+        """Whoever wrote the grammar."""
+        self.failures[slot] = RowFailure(f"the grammar {reason}", is_callers=True)
 
     def mask(self, scores: Tensor, slots: Sequence[int], unwanted: Sequence[Sequence[int]]) -> None:
         """In place, [num_rows, vocab_size]: what the grammar of a row's slot does not allow becomes impossible. So does what is unwanted,
@@ -119,7 +132,7 @@ class GrammarMasks:
             with self._timed(slot):
                 self._matchers[slot].fill_next_token_bitmask(line[None])
         except RuntimeError as error:
-            self.failures[slot] = f"the grammar failed: {error}"
+            self._blame(slot, f"can't be followed: {error}")
             line.fill_(-1)
             return
         wanted = line.clone().numpy()
@@ -129,7 +142,7 @@ class GrammarMasks:
         if wanted.any():
             line.copy_(torch.from_numpy(wanted))
         elif not line.any():
-            self.failures[slot] = "the grammar allows none of the model's tokens here"
+            self._blame(slot, "leads to where it allows none of the model's tokens")
             line.fill_(-1)
 
     def _matcher(self, grammar: bytes) -> "GrammarMatcher":

@@ -5,6 +5,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers.activations import ACT2FN
 
+from loray.kernels.norm import add_rms_norm, rms_norm
+
 
 class RMSNorm(nn.Module):
     """`offset` is added to the checkpoint's weight: Gemma's is stored as its distance from one."""
@@ -12,14 +14,16 @@ class RMSNorm(nn.Module):
     def __init__(self, size: int, eps: float, offset: float = 0.0) -> None:
         super().__init__()
         self.weight = nn.Parameter(torch.empty(size), requires_grad=False)
-        self.register_buffer("sqrt_eps", torch.tensor(eps**0.5, dtype=torch.float32), persistent=False)
+        self._eps = eps
         self._offset = offset
 
-    def forward(self, x: Tensor) -> Tensor:
-        """x / sqrt(mean(x²) + eps) * weight, the root in float32 and as few calls: a third of F.rms_norm's time for one token."""
-        norm = torch.linalg.vector_norm(x, dim=-1, keepdim=True, dtype=torch.float32)
-        rms = norm.mul_(x.shape[-1] ** -0.5).hypot_(self.sqrt_eps)
-        return (x / rms).to(x.dtype).mul_(self.weight)
+    def forward(self, x: Tensor, out: Tensor | None = None) -> Tensor:
+        """Over the last dimension; out may be x itself."""
+        return rms_norm(x, self.weight, self._eps, out)
+
+    def add(self, x: Tensor, y: Tensor, scale: float = 1.0, delta: Tensor | None = None, has_delta: Tensor | None = None) -> Tensor:
+        """x += scale * (y + delta) in place; the new x, normalised."""
+        return add_rms_norm(x, y, self.weight, self._eps, scale, delta, has_delta)
 
     def pack(self) -> None:
         self.weight.add_(self._offset)
@@ -43,9 +47,3 @@ def activation(name: str) -> nn.Module:
     if name not in ACT2FN:
         raise ValueError(f"activation {name!r} is not known; known are {', '.join(sorted(ACT2FN))}")
     return ACT2FN[name]
-
-
-def gate(act: nn.Module, gate_up: Tensor) -> Tensor:
-    """[num_tokens, 2 * intermediate], gate | up -> act(gate) * up [num_tokens, intermediate]."""
-    gated, up = gate_up.chunk(2, dim=-1)
-    return act(gated).mul_(up)

@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from loray.kernels.half_linear import HalfMatrix, pack_half
-from loray.kernels.lora import LoraPages, add_lora
+from loray.kernels.lora import LoraPages, LoraSegments, Parted, add_lora, lora_beside
 from loray.models.batch import Batch
 from loray.models.dora import row_squares, squares_of
 from loray.models.parallel import Parallel
@@ -67,6 +67,14 @@ class Linear(nn.Module):
         # [num_tokens, inputs of this rank] -> [num_tokens, outputs of this rank]
         y = self.partial(x, batch)
         return self._parallel.all_reduce(y) if self.is_summed else y
+
+    def parted(self, x: Tensor, batch: Batch) -> Parted:
+        """The same, where the caller adds up what is computed apart."""
+        work = batch.lora_work
+        if not isinstance(work, LoraSegments) or work.stream is None or (self.is_summed and self._parallel.world_size > 1):
+            return Parted(self(x, batch))
+        assert self.lora is not None and not batch.specials, "captured steps have pages, and nothing beside them"
+        return lora_beside(x, self.lora, work, lambda: self._base(x, self.bias if self.counts_shifts else None))
 
     def partial(self, x: Tensor, batch: Batch) -> Tensor:
         """Without the sum over the ranks: whoever adds several such outputs sums them once."""

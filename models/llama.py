@@ -2,13 +2,17 @@
 
 from collections.abc import Sequence
 
+import torch
 from torch import Tensor, nn
 from transformers import PretrainedConfig
 
-from loray.models.attention import PagedAttention, Rope, Scoring
+from loray.kernels.activation import gate
+from loray.kernels.attention import Scoring
+from loray.kernels.lora import Parted
+from loray.models.attention import PagedAttention, Rope
 from loray.models.batch import Batch
 from loray.models.decoder import Decoder
-from loray.models.layers import RMSNorm, activation, gate
+from loray.models.layers import RMSNorm, activation
 from loray.models.linear import column_linear, row_linear
 from loray.models.llama_variant import Variant, head_dim_of, variant_of
 from loray.models.parallel import Parallel
@@ -35,14 +39,15 @@ class LlamaAttention(nn.Module):
         self.k_norm = RMSNorm(head_dim, config.rms_norm_eps, variant.norm_offset) if variant.has_qk_norm else None
         self.attention = PagedAttention(heads, head_dim, Scoring(variant.score_scale, window, variant.score_cap))
 
-    def forward(self, x: Tensor, rope: Rope, kv_cache: Tensor, batch: Batch) -> Tensor:
-        qkv = self.qkv_proj(x, batch)
+    def forward(self, x: Tensor, rope: Rope, kv_cache: Tensor, batch: Batch) -> Parted:
+        qkv = self.qkv_proj.parted(x, batch)
         if self.q_norm is not None and self.k_norm is not None:
-            heads = qkv.view(len(x), -1, self.attention.head_dim)
+            qkv = Parted(qkv.joined())
+            heads = qkv.y.view(len(x), -1, self.attention.head_dim)
             q, k, _ = heads.split((self.attention.num_heads, self.attention.num_kv_heads, self.attention.num_kv_heads), 1)
-            q.copy_(self.q_norm(q))
-            k.copy_(self.k_norm(k))
-        return self.o_proj(self.attention(qkv, rope, kv_cache, batch), batch)
+            self.q_norm(q, out=q)
+            self.k_norm(k, out=k)
+        return self.o_proj.parted(self.attention(qkv, rope, kv_cache, batch), batch)
 
 
 class LlamaMLP(nn.Module):
@@ -57,22 +62,25 @@ class LlamaMLP(nn.Module):
         self.down_proj = row_linear("down_proj", (size, part), hidden, bias, parallel)
         self.act = activation(variant.activation)
 
-    def forward(self, x: Tensor, batch: Batch) -> Tensor:
-        return self.down_proj(gate(self.act, self.gate_up_proj(x, batch)), batch)
+    def forward(self, x: Tensor, batch: Batch) -> Parted:
+        return self.down_proj.parted(gate(self.act, *self.gate_up_proj.parted(x, batch)), batch)
 
 
 class LlamaDecoderLayer(nn.Module):
+    """Reads the hidden states and what the layer before has yet to add to them; leaves its own last addition to the next."""
+
     def __init__(self, config: PretrainedConfig, variant: Variant, parallel: Parallel, window: int) -> None:
         super().__init__()
         self.self_attn = LlamaAttention(config, variant, parallel, window)
         self.mlp = LlamaMLP(config, variant, parallel)
         self.input_layernorm = rms_norm(config, variant)
         self.post_attention_layernorm = rms_norm(config, variant)
-        self._residual_scale = variant.residual_scale
+        self._scale = variant.residual_scale
 
-    def forward(self, x: Tensor, rope: Rope, kv_cache: Tensor, batch: Batch) -> Tensor:  # [num_tokens, hidden] -> same
-        x = x.add(self.self_attn(self.input_layernorm(x), rope, kv_cache, batch), alpha=self._residual_scale)
-        return x.add(self.mlp(self.post_attention_layernorm(x), batch), alpha=self._residual_scale)
+    def forward(self, x: Tensor, added: Parted | None, rope: Rope, kv_cache: Tensor, batch: Batch) -> Parted:
+        """x [num_tokens, hidden], in place: all but what comes back is added to it."""
+        added = self.self_attn(add_norm(self.input_layernorm, x, added, self._scale), rope, kv_cache, batch)
+        return self.mlp(add_norm(self.post_attention_layernorm, x, added, self._scale), batch)
 
 
 class PostNormDecoderLayer(LlamaDecoderLayer):
@@ -83,9 +91,10 @@ class PostNormDecoderLayer(LlamaDecoderLayer):
         self.pre_feedforward_layernorm = rms_norm(config, variant)
         self.post_feedforward_layernorm = rms_norm(config, variant)
 
-    def forward(self, x: Tensor, rope: Rope, kv_cache: Tensor, batch: Batch) -> Tensor:
-        x = x + self.post_attention_layernorm(self.self_attn(self.input_layernorm(x), rope, kv_cache, batch))
-        return x + self.post_feedforward_layernorm(self.mlp(self.pre_feedforward_layernorm(x), batch))
+    def forward(self, x: Tensor, added: Parted | None, rope: Rope, kv_cache: Tensor, batch: Batch) -> Parted:
+        attended = self.self_attn(add_norm(self.input_layernorm, x, added), rope, kv_cache, batch)
+        normed = self.pre_feedforward_layernorm.add(x, self.post_attention_layernorm(attended.joined()))
+        return Parted(self.post_feedforward_layernorm(self.mlp(normed, batch).joined()))
 
 
 class LlamaModel(nn.Module):
@@ -99,26 +108,31 @@ class LlamaModel(nn.Module):
         ropes = {f"rope_{kind}": RotaryEmbedding(config, rotary_dim, max_total_tokens, kind) for kind in sorted(set(variant.rope_kinds))}
         self.rotary_embs = nn.ModuleDict(ropes)
         self._variant = variant
+        # Rounded to the model's dtype, as Gemma does it.
+        self._embedding_scale = torch.tensor(variant.embedding_scale, dtype=torch.get_default_dtype(), device="cpu").item()
 
     def forward(self, batch: Batch, kv_caches: Sequence[Tensor]) -> Tensor:
         variant = self._variant
         x = self.embed_tokens(batch)
         if variant.embedding_scale != 1:
-            x = x * x.new_tensor(variant.embedding_scale)  # rounded to the model's dtype, as Gemma does it
+            x *= self._embedding_scale
         ropes = {name: rotary(batch.positions) for name, rotary in self.rotary_embs.items()}
         kept: dict[int, Tensor] = {}
+        added: Parted | None = None
         for index, (layer, kind, kv_cache) in enumerate(zip(self.layers, variant.rope_kinds, kv_caches, strict=True)):
             if variant.skips is not None:
-                x = self._skip(x, index, kept)
-            x = layer(x, ropes[f"rope_{kind}"], kv_cache, batch)
-        return self.norm(x)
+                x, added = self._skip(x, added, index, kept), None
+            added = layer(x, added, ropes[f"rope_{kind}"], kv_cache, batch)
+        return add_norm(self.norm, x, added, variant.residual_scale)
 
-    def _skip(self, x: Tensor, index: int, kept: dict[int, Tensor]) -> Tensor:
+    def _skip(self, x: Tensor, added: Parted | None, index: int, kept: dict[int, Tensor]) -> Tensor:
         skips = self._variant.skips
         assert skips is not None
+        if added is not None:
+            x = x.add(added.joined(), alpha=self._variant.residual_scale)
         for place, layers in enumerate(skips.keeps):
             if index in layers:
-                kept[place] = x
+                kept[place] = x.clone()
         for place, layers in enumerate(skips.mixes):
             if index in layers:
                 x = kept[place] * skips.weight + x * (1 - skips.weight)
@@ -153,3 +167,8 @@ class LlamaForCausalLM(Decoder):
 
 def rms_norm(config: PretrainedConfig, variant: Variant) -> RMSNorm:
     return RMSNorm(config.hidden_size, config.rms_norm_eps, variant.norm_offset)
+
+
+def add_norm(norm: RMSNorm, x: Tensor, added: Parted | None, scale: float = 1.0) -> Tensor:
+    """x += scale * added, in place; the new x, normalised. [num_tokens, hidden]"""
+    return norm(x) if added is None else norm.add(x, added.y, scale, added.delta, added.has_delta)

@@ -4,11 +4,12 @@ A page holds 8 LoRA ranks of A and B for every linear. Pages of one adapter may 
 """
 
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from loray.kernels.lora import LoraPages
 from loray.models.adapter import PAGE_RANK, AdapterError
@@ -16,12 +17,34 @@ from loray.models.adapter_tensors import RankAdapter, Target, read_rank_adapter
 from loray.models.host_adapters import HostAdapters
 from loray.models.hosted_linear import HostedLinear
 from loray.models.linear import Linear
-from loray.models.lora_groups import Run, page_runs
+from loray.models.page_writer import Arrival, PageWriter
 from loray.models.parallel import Parallel
 from loray.models.special import Special
 from loray.models.special_loads import changes_of, fold_gains
 from loray.models.step import AdapterLoad
 from loray.models.vocabulary import Embedding, Head
+
+
+@dataclass(slots=True)
+class LoadTime:
+    """What a step's loads took: the rank's own time, and that of copies beside the steps."""
+
+    host_seconds: float = 0.0
+    arrivals: list[Arrival] = field(default_factory=list)
+
+    @property
+    def is_over(self) -> bool:
+        return all(arrival.done.query() for arrival in self.arrivals)
+
+    def whole_seconds(self) -> float:
+        """Waits for the copies."""
+        for arrival in self.arrivals:
+            arrival.done.synchronize()
+        return self.seconds()
+
+    def seconds(self) -> float:
+        """Without the copies that are still on their way."""
+        return self.host_seconds + sum(arrival.seconds() for arrival in self.arrivals)
 
 
 class LoraPool:
@@ -39,7 +62,7 @@ class LoraPool:
                 self._targets[path] = Target(module, 0, module.projection)
         self.num_pages = 0
         self.host = HostAdapters(self._read)
-        self.load_seconds = 0.0  # of the last load_all
+        self.load_time = LoadTime()  # of the last load_all
         self.specials: dict[int, Special] = {}  # of the adapters that have more than pages, by the first of these
 
     @property
@@ -59,6 +82,7 @@ class LoraPool:
             a = linear.weight.new_empty(len(linear.projections), num_pages * PAGE_RANK, linear.in_size)
             b = linear.weight.new_empty(num_pages * PAGE_RANK, linear.out_size)
             linear.lora = LoraPages(a, b, linear.widths)
+        self._writer = PageWriter(self._linears, self._device)
 
     def load_all(self, loads: list[AdapterLoad], freed_pages: Sequence[int] = ()) -> dict[int, str]:
         """Fill the pages of each load, all of them; where the adapter cannot be read, on this rank or another, they are zero.
@@ -67,10 +91,16 @@ class LoraPool:
         them is freed too.
         """
         started = time.perf_counter()
+        self.load_time = LoadTime()
         self._forget(freed_pages)
         reasons = self._load_all(loads) if loads else {}
-        self.load_seconds = time.perf_counter() - started
+        self.load_time.host_seconds = time.perf_counter() - started
         return reasons
+
+    def wait(self, page_ids: Sequence[int]) -> None:
+        """What is launched from now on finds these pages as the loads have filled them."""
+        if page_ids:
+            self._writer.wait(page_ids)
 
     def _load_all(self, loads: list[AdapterLoad]) -> dict[int, str]:
         found = [self._find(load) for load in loads]
@@ -80,7 +110,7 @@ class LoraPool:
             self._forget(load.page_ids)
             if isinstance(adapter, str) or failed[index]:
                 reasons[index] = adapter if isinstance(adapter, str) else "another rank could not read the adapter"
-                self._fill(page_runs(load.page_ids), {})
+                self._writer.write_matrices({}, load.page_ids)
             else:
                 self._place(adapter, load.page_ids)
         return reasons
@@ -104,28 +134,12 @@ class LoraPool:
                 del self.specials[first_page]
 
     def _place(self, adapter: RankAdapter, page_ids: list[int]) -> None:
+        if adapter.has_pages_only:
+            arrival = self._writer.write(adapter, page_ids)
+            self.load_time.arrivals += [arrival] if arrival else []
+            return
         matrices = adapter.matrices(self._device)
-        if not adapter.has_pages_only:
-            gains = fold_gains(adapter, matrices, self._targets, self._parallel)
-            changes = changes_of(adapter, matrices, gains, self._targets)
-            self.specials[min(page_ids)] = Special(frozenset(page_ids), changes)
-        self._fill(page_runs(page_ids), matrices)
-
-    def _fill(self, runs: tuple[Run, ...], matrices: Mapping[tuple[str, str], Tensor]) -> None:
-        for path, linear in self._linears.items():
-            assert linear.lora is not None, "pages are loaded before they are allocated"
-            b_parts = linear.lora.b.split(linear.widths, 1)
-            for name, pool_a, pool_b in zip(linear.paths(path), linear.lora.a.unbind(), b_parts, strict=True):
-                _scatter(pool_a, matrices.get((name, "a"), pool_a[:0]), runs)
-                _scatter(pool_b, matrices.get((name, "b"), pool_b[:0]), runs)
-
-
-def _scatter(pool: Tensor, matrix: Tensor, runs: tuple[Run, ...]) -> None:
-    """The matrix's rows into the pool's ranks of the runs; zero where it has no more."""
-    first = 0
-    for start, end in runs:
-        rows = matrix[first : first + end - start]
-        pool[start : start + len(rows)].copy_(rows)
-        if start + len(rows) < end:
-            pool[start + len(rows) : end].zero_()
-        first += end - start
+        gains = fold_gains(adapter, matrices, self._targets, self._parallel)
+        changes = changes_of(adapter, matrices, gains, self._targets)
+        self.specials[min(page_ids)] = Special(frozenset(page_ids), changes)
+        self._writer.write_matrices(matrices, page_ids)

@@ -2,12 +2,14 @@
 
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import NamedTuple
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from loray.kernels.choice import uses_triton
 from loray.kernels.lora import LONG_BLOCK, SHORT_BLOCK, LoraGroup, LoraSegments, LoraWork, Padding, PoolView
 from loray.models.adapter import PAGE_RANK
 from loray.models.special import Special, SpecialRows
@@ -67,23 +69,39 @@ def lora_work(
     """For the rows of a step in their order: the runs of each row's adapter, and its number of tokens."""
     if not any(runs):
         return ()
-    return lora_segments(runs, num_tokens, upload) if device.type == "cuda" else tuple(lora_groups(runs, num_tokens, upload))
+    return lora_segments(runs, num_tokens, upload) if uses_triton(device) else tuple(lora_groups(runs, num_tokens, upload))
+
+
+class SegmentTables(NamedTuple):
+    """What LoraSegments has, on the host."""
+
+    blocks: list[tuple[int, int, int, int]]
+    page_ids: list[int]
+    is_updated: NDArray[np.int64]
+
+
+def segment_tables(runs: list[tuple[Run, ...]], num_tokens: list[int], block_tokens: int) -> SegmentTables:
+    tables = SegmentTables([], [], np.zeros(sum(num_tokens), np.int64))
+    for first, count, row_runs in _segments(runs, num_tokens):
+        if row_runs:
+            pages = _pages(row_runs)
+            tables.is_updated[first : first + count] = 1
+            starts = range(0, count, block_tokens)
+            tables.blocks.extend((first + start, min(block_tokens, count - start), len(tables.page_ids), len(pages)) for start in starts)
+            tables.page_ids.extend(pages)
+    return tables
 
 
 def lora_segments(runs: list[tuple[Run, ...]], num_tokens: list[int], upload: Callable[[NDArray[np.int64]], Tensor]) -> LoraSegments:
-    segments = [(first, count, _pages(row_runs)) for first, count, row_runs in _segments(runs, num_tokens) if row_runs]
-    size = SHORT_BLOCK if max(count for _, count, _ in segments) <= SHORT_BLOCK else LONG_BLOCK
-    blocks: list[tuple[int, int, int, int]] = []
-    page_ids: list[int] = []
-    for first, count, pages in segments:
-        for start in range(0, count, size):
-            blocks.append((first + start, min(size, count - start), len(page_ids), len(pages)))
-        page_ids += pages
+    longest = max(count for _, count, row_runs in _segments(runs, num_tokens) if row_runs)
+    block_tokens = SHORT_BLOCK if longest <= SHORT_BLOCK else LONG_BLOCK
+    tables = segment_tables(runs, num_tokens, block_tokens)
     return LoraSegments(
-        blocks=upload(np.array(blocks, np.int64)).int(),
-        page_ids=upload(np.array(page_ids, np.int64)).int(),
-        block_tokens=size,
-        max_pages=max(len(pages) for *_, pages in segments),
+        blocks=upload(np.array(tables.blocks, np.int64)).int(),
+        page_ids=upload(np.array(tables.page_ids, np.int64)).int(),
+        is_updated=upload(tables.is_updated).int(),
+        block_tokens=block_tokens,
+        max_pages=max(num_pages for *_, num_pages in tables.blocks),
         page_rank=PAGE_RANK,
     )
 

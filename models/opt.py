@@ -5,7 +5,8 @@ from collections.abc import Sequence
 from torch import Tensor, nn
 from transformers import PretrainedConfig
 
-from loray.models.attention import PagedAttention, Scoring
+from loray.kernels.attention import Scoring
+from loray.models.attention import PagedAttention
 from loray.models.batch import Batch
 from loray.models.decoder import Decoder
 from loray.models.layers import PositionEmbedding, activation
@@ -27,7 +28,7 @@ class OPTAttention(nn.Module):
         self.attention = PagedAttention(heads, head_dim, Scoring(head_dim**-0.5))
 
     def forward(self, x: Tensor, kv_cache: Tensor, batch: Batch) -> Tensor:
-        return self.out_proj(self.attention(self.qkv_proj(x, batch), None, kv_cache, batch), batch)
+        return self.out_proj(self.attention(self.qkv_proj.parted(x, batch), None, kv_cache, batch), batch)
 
 
 class OPTDecoderLayer(nn.Module):

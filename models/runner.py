@@ -1,30 +1,45 @@
 """Runs one rank: applies each step of the driver to the model, answers with new tokens and embeddings. Schedules nothing."""
 
+import logging
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 
+import msgspec
 import torch
 from torch import Tensor
 from transformers import AutoConfig
 
-from loray.models import attention
+from loray.kernels.attention import Scoring
+from loray.kernels.choice import uses_triton
+from loray.kernels.greedy import greedy
+from loray.kernels.varlen_attention import backend
+from loray.models.attention_groups import GroupPlanner
+from loray.models.batch import Batch
+from loray.models.cuda_graph import DecodeGraphs, DecodeOutput
+from loray.models.decode_inputs import DecodeInputs
 from loray.models.device_memory import free_bytes
 from loray.models.grammar_masks import GrammarMasks
 from loray.models.kv_cache import KVCache
+from loray.models.launched import Launched
+from loray.models.layout import Layout, lay_out
 from loray.models.loader import load_weights
 from loray.models.lora import LoraPool
 from loray.models.lora_groups import special_rows
+from loray.models.paged_table import PagedTable
 from loray.models.parallel import Parallel
-from loray.models.planner import Plan, Planner
+from loray.models.planner import Planner
 from loray.models.pooler import Pooler
 from loray.models.prompt_logprobs import MAX_PIECE, PromptLogprobs
 from loray.models.registry import model_class
-from loray.models.slot_sampling import Sampled, SlotSampling
+from loray.models.slot_sampling import Drawn, SlotSampling
 from loray.models.slots import Slots
 from loray.models.step import Admission, LoadReport, Row, Step, StepResult
+from loray.models.to_host import ToHost
+
+logger = logging.getLogger("loray.runner")
 
 
 class Runner:
@@ -50,21 +65,25 @@ class Runner:
         self._lora = LoraPool(self._model, parallel)
         self.host_adapters = self._lora.host
         self._slots = Slots.empty(max_running, max_blocks=-(-max_total_tokens // block_size) + 1)
-        # One column more: a row that runs one step beyond its end samples a token nobody reads.
-        self._tokens = torch.zeros(max_running, max_total_tokens + 1, dtype=torch.int32, device=device)
-        self._planner = Planner(self._slots, self._tokens, block_size, dtype, self._model.windows, self._lora.specials)
+        # One column more: a row that runs one step beyond its end samples a token nobody reads. One row more, for rows of nobody.
+        self._tokens = torch.zeros(max_running + 1, max_total_tokens + 1, dtype=torch.int32, device=device)
+        self._table = PagedTable(self._slots, block_size, device) if uses_triton(device) else None
+        attention = self._table or GroupPlanner(self._slots, block_size, dtype, device, self._model.windows)
+        self._planner = Planner(self._tokens, attention, self._lora.specials)
         self._pooler = Pooler()
         self._prompts = PromptLogprobs()
         self.grammars = GrammarMasks(model_path, is_timed=parallel.rank == 0)
         self._sampling = SlotSampling(self._tokens, self.grammars, parallel)
         self._kv_cache: KVCache | None = None
+        self._graphs: DecodeGraphs | None = None
+        self._last: Launched | None = None
 
     def report(self, memory_fraction: float) -> LoadReport:
         num_layers, num_kv_heads, head_dim = self._model.kv_shape
         return LoadReport(
             device=torch.cuda.get_device_name(self._device) if self._device.type == "cuda" else "cpu",
             dtype=str(self._dtype).removeprefix("torch."),
-            attention=attention.BACKEND,
+            attention=self._attention(),
             weight_bytes=self._weight_bytes,
             load_seconds=self._load_seconds,
             block_bytes=num_layers * self._block_size * 2 * num_kv_heads * head_dim * self._dtype.itemsize,
@@ -74,72 +93,122 @@ class Runner:
             lora_shapes=self._lora.shapes,
         )
 
+    def _attention(self) -> str:
+        """For people: who attends decodes, and who prompts."""
+        if self._table is None:
+            return "sdpa"
+        return f"triton paged, prompts {backend(self._device, self._dtype, self._dtype, self._model.kv_shape[2], Scoring(1.0))}"
+
     def allocate(self, num_blocks: int, num_pages: int) -> None:
         num_layers, num_kv_heads, head_dim = self._model.kv_shape
         with _born_on(self._device, self._dtype), torch.inference_mode():
             self._kv_cache = KVCache(num_layers, num_blocks, self._block_size, num_kv_heads, head_dim)
             self._lora.allocate(num_pages)
+            if self._device.type == "cuda" and self._table:
+                self._graphs = self._captured(self._table, has_lora=num_pages > 0)
+
+    def _captured(self, table: PagedTable, has_lora: bool) -> DecodeGraphs:
+        max_rows = len(self._tokens) - 1
+        graphs = DecodeGraphs(DecodeInputs(max_rows, self._tokens, table.blocks), self._decode, max_rows)
+        graphs.capture(has_lora)
+        return graphs
+
+    def _decode(self, batch: Batch) -> DecodeOutput:
+        assert self._kv_cache is not None
+        logits = self._model.logits(self._model.hidden(batch, self._kv_cache.layers), batch)
+        return DecodeOutput(logits, *greedy(logits))
+
+    def execute(self, step: Step) -> StepResult:
+        return self.launch(step).result()
 
     @torch.inference_mode()
-    def execute(self, step: Step) -> StepResult:
+    def launch(self, step: Step) -> Launched:
+        """What the step yields is fetched when it is asked for; the next may be launched before. Never two ahead."""
+        if self._last is not None and (self.grammars.is_in_use or any(admission.sampling.grammar for admission in step.admissions)):
+            self._last.result()  # its tokens decide what may come next, and belong to the slots as they were
         failed_loads = self._lora.load_all(step.loads, step.freed_pages)
+        load_time = self._lora.load_time
         self._sampling.admit(step.admissions)
         for admission in step.admissions:
             self._admit(admission)
         if not step.rows:
-            return StepResult(step.step_id, [], [], failed_loads, load_seconds=self._lora.load_seconds)
+            empty = StepResult(step.step_id, [], [], failed_loads)
+            return Launched(lambda: msgspec.structs.replace(empty, load_seconds=load_time.whole_seconds()), lambda: load_time.is_over)
+        drawn, layout, embeddings = self._compute(step)
+        prompts = dict(self._prompts.take(layout.sample_slots[layout.result_order].tolist()))
+
+        def fetch() -> StepResult:
+            sampled = self._sampling.fetch(drawn).ordered(layout.result_order)
+            return StepResult(
+                step.step_id,
+                sampled.token_ids,
+                sampled.logprobs,
+                failed_loads,
+                embeddings,
+                load_time.seconds(),
+                failed_rows=self._sampling.failed(step.rows),
+                alternatives=sampled.alternatives,
+                prompt_logprobs={place: scores.logprobs for place, scores in prompts.items()},
+                prompt_alternatives={place: scores.alternatives for place, scores in prompts.items() if scores.alternatives},
+            )
+
+        self._last = Launched(fetch, lambda: drawn.tokens.is_done)
+        return self._last
+
+    def _compute(self, step: Step) -> tuple[Drawn, Layout, list[list[float]]]:
+        """New tokens in the order of the layout's logits, and embeddings in the order of the rows."""
         assert self._kv_cache is not None, "a step came before allocate"
-        self._extend(step.rows, self._kv_cache)
-        plan = self._planner.plan(self._pooler.without_samples(step.rows))
-        hidden = self._model.hidden(plan.batch, self._kv_cache.layers)
+        self._extend(step, self._kv_cache)
+        layout = lay_out(self._pooler.without_samples(step.rows), self._slots, self._block_size)
+        is_special = any(special_rows(layout.runs, layout.num_tokens.tolist(), layout.samples.tolist(), self._lora.specials))
+        if self._graphs is not None and not is_special and self._graphs.can_run(layout):
+            drawn, embeddings = self._replay(layout, self._graphs), []
+        else:
+            batch = self._planner.batch(layout)
+            hidden = self._model.hidden(batch, self._kv_cache.layers)
+            self._score_prompts(step.rows, layout, batch, hidden)
+            drawn = self._sample(layout, batch, hidden)
+            embeddings = self._pooler.pool(step.rows, layout.first_tokens, hidden)
         for row in step.rows:
             self._slots.num_computed[row.slot] += row.num_tokens
-        self._score_prompts(step.rows, plan, hidden)
-        sampled = self._sample(plan, hidden)
-        embeddings = self._pooler.pool(step.rows, plan.first_tokens, hidden)
-        prompts = dict(self._prompts.take(plan.sample_slots[plan.result_order].tolist()))
-        return StepResult(
-            step.step_id,
-            sampled.token_ids,
-            sampled.logprobs,
-            failed_loads,
-            embeddings,
-            self._lora.load_seconds,
-            failed_rows=self._sampling.failed(step.rows),
-            alternatives=sampled.alternatives,
-            prompt_logprobs={place: scores.logprobs for place, scores in prompts.items()},
-            prompt_alternatives={place: scores.alternatives for place, scores in prompts.items() if scores.alternatives},
-        )
+        return drawn, layout, embeddings
 
-    def _sample(self, plan: Plan, hidden: Tensor) -> Sampled:
-        """In the order of the step's rows; the tokens feed the next step."""
-        if not len(plan.sample_slots):
-            return Sampled([], [], {})
-        last = hidden if plan.batch.sample_tokens is None else hidden[plan.batch.sample_tokens]  # [num_samples, hidden]
-        logits = self._model.logits(last, plan.batch)
-        return self._sampling.sample(logits, plan.sample_slots, plan.sample_positions).ordered(plan.result_order.tolist())
+    def _replay(self, layout: Layout, graphs: DecodeGraphs) -> Drawn:
+        logits, token_ids, logprobs = graphs.run(layout)
+        if self._sampling.is_plain(layout.slots):
+            return Drawn(layout.slots.tolist(), ToHost(token_ids, logprobs), ToHost(), {})
+        return self._sampling.sample(logits, layout.sample_slots, layout.sample_positions)
 
-    def _score_prompts(self, rows: list[Row], plan: Plan, hidden: Tensor) -> None:
+    def _sample(self, layout: Layout, batch: Batch, hidden: Tensor) -> Drawn:
+        """The tokens feed the next step. hidden: [num_tokens, hidden] of the batch."""
+        if not layout.samples.any():
+            return Drawn([], ToHost(torch.empty(0), torch.empty(0)), ToHost(), {})
+        last = hidden if batch.sample_tokens is None else hidden[batch.sample_tokens]  # [num_samples, hidden]
+        return self._sampling.sample(self._model.logits(last, batch), layout.sample_slots, layout.sample_positions)
+
+    def _score_prompts(self, rows: list[Row], layout: Layout, batch: Batch, hidden: Tensor) -> None:
         """hidden: [num_tokens, hidden] of the batch."""
-        for row, first in zip(rows, plan.first_tokens.tolist(), strict=True):
+        for row, first in zip(rows, layout.first_tokens.tolist(), strict=True):
             if row.slot not in self._prompts:
                 continue
             for piece in hidden[first : first + row.num_tokens].split(MAX_PIECE):
                 specials = special_rows([self._slots.runs[row.slot]], [len(piece)], [len(piece)], self._lora.specials)
-                self._prompts.add(row.slot, self._model.logits(piece, replace(plan.batch, specials=tuple(specials))))
+                self._prompts.add(row.slot, self._model.logits(piece, replace(batch, specials=tuple(specials))))
 
     def _admit(self, admission: Admission) -> None:
+        self._lora.wait(admission.page_ids)
         self._slots.admit(admission)
         self._pooler.admit(admission)
         self._prompts.admit(admission)
         token_ids = torch.tensor(admission.token_ids, dtype=torch.int32)
         self._tokens[admission.slot, : len(token_ids)] = token_ids.to(self._device, non_blocking=True)
 
-    def _extend(self, rows: list[Row], kv_cache: KVCache) -> None:
-        new_blocks = []
-        for row in rows:
+    def _extend(self, step: Step, kv_cache: KVCache) -> None:
+        for row in step.rows:
             self._slots.extend(row)
-            new_blocks += row.new_block_ids
+        if self._table is not None:
+            return self._table.update(step.admissions, step.rows)
+        new_blocks = [block_id for row in step.rows for block_id in row.new_block_ids]
         if new_blocks:
             kv_cache.clear(torch.tensor(new_blocks).to(self._device, non_blocking=True))
 

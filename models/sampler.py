@@ -5,11 +5,11 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from loray.kernels.greedy import LOWEST_LOGPROB
 from loray.kernels.noise import gumbel_noise
 
 FIRST_TOKENS = 1024  # that are looked at for top-p before the whole vocabulary is
 LOWEST_TEMPERATURE = 1e-6  # below it the softmax is one-hot, and logits / temperature might overflow
-LOWEST_LOGPROB = -9999.0  # stands for minus infinity: every logprob is finite
 NEVER = float("-inf")
 
 SAMPLING_ROW = np.dtype(

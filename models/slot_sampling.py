@@ -14,8 +14,9 @@ from torch import Tensor
 from loray.models.grammar_masks import GrammarMasks
 from loray.models.parallel import Parallel
 from loray.models.penalties import penalise
-from loray.models.sampler import NEVER, SAMPLING_ROW, SamplingRows, most_probable, sample
-from loray.models.step import Admission, Alternatives, Row, Sampling
+from loray.models.sampler import LOWEST_TEMPERATURE, NEVER, SAMPLING_ROW, SamplingRows, most_probable, sample
+from loray.models.step import Admission, Alternatives, Row, RowFailure, Sampling
+from loray.models.to_host import ToHost
 from loray.models.watermark import green_bias
 
 Ints = NDArray[np.int64]
@@ -36,6 +37,16 @@ class Sampled:
         return Sampled([self.token_ids[row] for row in rows], [self.logprobs[row] for row in rows], alternatives)
 
 
+@dataclass(frozen=True, slots=True)
+class Drawn:
+    """Sampled, but perhaps still on the device."""
+
+    slots: list[int]
+    tokens: ToHost  # ids and log-probabilities, [num_samples] each
+    alternatives: ToHost  # ids and log-probabilities, [rows that want them, most of them] each
+    num_alternatives: dict[int, int]  # row of the logits -> how many it wants
+
+
 class SlotSampling:
     def __init__(self, tokens: Tensor, grammars: GrammarMasks, parallel: Parallel | None = None) -> None:
         self._tokens = tokens  # [max_running, columns] int32, on the device: each slot's prompt and output
@@ -45,7 +56,7 @@ class SlotSampling:
         self._biases: dict[int, tuple[Ints, NDArray[np.float32]]] = {}  # slot -> token ids, and what is added to their logits
         self._stop_ids: dict[int, list[int]] = {}  # slot -> tokens that must not come before min_new_tokens
 
-    def failed(self, rows: Sequence[Row]) -> dict[int, str]:
+    def failed(self, rows: Sequence[Row]) -> dict[int, RowFailure]:
         """Those of a step's rows whose sequences cannot go on, and why."""
         failures = self._grammars.failures
         return {i: failures[row.slot] for i, row in enumerate(rows) if row.slot in failures} if failures else {}
@@ -59,7 +70,7 @@ class SlotSampling:
             flags = self._parallel.any_rank([slot in failures for slot in with_grammar], self._tokens.device)
             for slot, is_failed in zip(with_grammar, flags, strict=True):
                 if is_failed:
-                    failures.setdefault(slot, "another rank can't read the grammar")
+                    failures.setdefault(slot, RowFailure("another rank can't read the grammar"))
 
     def _admit(self, admission: Admission) -> None:
         slot, sampling = admission.slot, admission.sampling
@@ -78,7 +89,12 @@ class SlotSampling:
             self._biases[slot] = np.array(list(biases), np.int64), np.array(list(biases.values()), np.float32)
         self._grammars.admit(slot, sampling.grammar, admission.token_ids[num_prompt:])
 
-    def sample(self, logits: Tensor, slots: Ints, positions: Ints) -> Sampled:
+    def is_plain(self, slots: Ints) -> bool:
+        """Whether all of these take the most probable token and want no other."""
+        rows = self._rows[slots]
+        return bool(((rows["temperature"] <= LOWEST_TEMPERATURE) & ~rows["is_shaped"] & (rows["num_alternatives"] == 0)).all())
+
+    def sample(self, logits: Tensor, slots: Ints, positions: Ints) -> Drawn:
         """The slots' next tokens, which become theirs. logits: [num_samples, vocab_size]; positions of the tokens to be sampled."""
         logits = logits.float()
         rows = self._rows[slots]
@@ -86,9 +102,20 @@ class SlotSampling:
         token_ids, logprobs = sample(logits, rows, self._scores(logits, slots, rows))
         places = self._upload(slots * self._tokens.shape[1] + positions)
         self._tokens.view(-1).index_copy_(0, places, token_ids.int())
-        sampled = Sampled(token_ids.tolist(), logprobs.tolist(), _alternatives(logits, rows))
-        self._grammars.accept_all(slots.tolist(), sampled.token_ids)
-        return sampled
+        wanting = (rows["num_alternatives"] > 0).nonzero()[0]
+        counts = dict(zip(wanting.tolist(), rows["num_alternatives"][wanting].tolist(), strict=True))
+        alternatives = most_probable(logits[self._upload(wanting)], max(counts.values())) if counts else ()
+        return Drawn(slots.tolist(), ToHost(token_ids, logprobs), ToHost(*alternatives), counts)
+
+    def fetch(self, drawn: Drawn) -> Sampled:
+        """Once for each draw, and before a slot of it is admitted anew where grammars are in use."""
+        token_ids, logprobs = (tensor.tolist() for tensor in drawn.tokens.wait())
+        self._grammars.accept_all(drawn.slots, token_ids)
+        alternatives = {}
+        if drawn.num_alternatives:
+            found = zip(drawn.num_alternatives.items(), *(tensor.tolist() for tensor in drawn.alternatives.wait()), strict=True)
+            alternatives = {row: list(zip(ids[:count], values[:count], strict=True)) for (row, count), ids, values in found}
+        return Sampled(token_ids, logprobs, alternatives)
 
     def _scores(self, logits: Tensor, slots: Ints, rows: SamplingRows) -> Tensor:
         """The logits themselves where no row changes them before the temperature."""
@@ -143,13 +170,3 @@ def _is_shaped(sampling: Sampling) -> bool:
     is_penalised = (sampling.repetition_penalty, sampling.frequency_penalty, sampling.presence_penalty) != (1, 0, 0)
     is_bound = sampling.grammar != b"" or (sampling.min_new_tokens > 0 and bool(sampling.stop_ids))
     return is_penalised or is_bound or sampling.watermark or bool(sampling.logit_bias)
-
-
-def _alternatives(logits: Tensor, rows: SamplingRows) -> dict[int, Alternatives]:
-    places = (rows["num_alternatives"] > 0).nonzero()[0]
-    if not len(places):
-        return {}
-    counts = rows["num_alternatives"][places].tolist()
-    token_ids, logprobs = most_probable(logits[torch.from_numpy(places).to(logits.device)], max(counts))
-    found = zip(places.tolist(), counts, token_ids.tolist(), logprobs.tolist(), strict=True)
-    return {place: list(zip(ids[:count], values[:count], strict=True)) for place, count, ids, values in found}

@@ -85,6 +85,13 @@ class Step(msgspec.Struct, frozen=True, array_like=True):
     freed_pages: list[int] = []  # no adapter is in them any more; a load of the same step may fill them again
 
 
+class RowFailure(msgspec.Struct, frozen=True, array_like=True):
+    """Why a sequence cannot go on."""
+
+    reason: str
+    is_callers: bool = False  # what the caller asked for leads nowhere, here and anywhere else
+
+
 class StepResult(msgspec.Struct, frozen=True, array_like=True):
     """The new tokens of a step, one for each row that samples and generates, in the order of its rows; embeddings likewise."""
 
@@ -94,7 +101,7 @@ class StepResult(msgspec.Struct, frozen=True, array_like=True):
     failed_loads: dict[int, str] = {}  # index in the step's loads -> reason; rows that use those pages are worthless
     embeddings: list[list[float]] = []  # one for each row that samples and pools, in the order of the rows
     load_seconds: float = 0.0  # that the step's loads took
-    failed_rows: dict[int, str] = {}  # index in the step's rows -> why its sequence cannot go on; what such a row yields is worthless
+    failed_rows: dict[int, RowFailure] = {}  # by index in the step's rows; what such a row yields is worthless
     alternatives: dict[int, Alternatives] = {}  # index in token_ids -> the most probable tokens at its place, where they are wanted
     prompt_logprobs: dict[int, list[float]] = {}  # index in token_ids -> of each prompt token but the first, with the first token
     prompt_alternatives: dict[int, list[Alternatives]] = {}  # likewise

@@ -2,14 +2,15 @@
 
 Its blocks hold (adapter, token) where a real rank holds keys and values, so a wrong block table, a block shared by mistake or a
 stale page shows as a wrong context. The "model" is a hash of the context; an embedding is made of what each row computed, and a token's
-log-probability is the token itself, negative. A grammar that is not empty is unreadable.
+log-probability is the token itself, negative. No grammar can be followed.
 """
 
 import zlib
 
-from loray.models.step import Admission, Step, StepResult
+from loray.models.step import Admission, RowFailure, Step, StepResult
 
 VOCAB = 50
+GRAMMAR_FAILURES = {b"a dead end": RowFailure("a dead end", is_callers=True), b"no vocabulary": RowFailure("no vocabulary")}
 
 
 def next_token(adapter: str, context: list[int]) -> int:
@@ -74,7 +75,7 @@ class SimulatedRank:
             [-float(token) for _, token in sampled],
             failed,
             self.embeddings,
-            failed_rows={i: "unreadable grammar" for i, row in enumerate(step.rows) if self.slots[row.slot].sampling.grammar},
+            failed_rows={i: GRAMMAR_FAILURES[text] for i, row in enumerate(step.rows) if (text := self.slots[row.slot].sampling.grammar)},
             alternatives={i: [(token, -float(token))] * counts[i] for i, (_, token) in enumerate(sampled) if counts[i]},
             prompt_logprobs=prompts,
             prompt_alternatives={i: [[(0, value)] * counts[i] for value in values] for i, values in prompts.items() if counts[i]},

@@ -7,6 +7,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import msgspec
 import pytest
 from ray.exceptions import RayTaskError
 
@@ -17,12 +18,14 @@ from loray.deployments.adapter_template import adapter_template
 from loray.deployments.chat_template import configured_template
 from loray.deployments.config import AdapterArgs
 from loray.deployments.driver_client import DriverClient
-from loray.deployments.errors import AdapterFailed, AdapterNotFound, LorayError
+from loray.deployments.errors import AdapterFailed, AdapterNotFound, LorayError, TemplateError
 from loray.deployments.openai import OpenAIApi
 from loray.deployments.openai_request import ChatBody
 from loray.deployments.request import AdapterRef
+from loray.deployments.template_renderer import TemplateRenderer
+from loray.deployments.template_worker import MAX_TEXT, RenderJob
 from loray.deployments.tokenizer import Tokenizer
-from loray.deployments.worker_process import WorkerLimits
+from loray.deployments.worker_process import WorkerLimits, WorkerProcess
 from tests.deployments.file_server import HubServer
 from tests.deployments.peft_folder import SHAPES, save_folder
 from tests.deployments.rank_in_process import PAGE_BYTES, RankInProcess, start_engine
@@ -30,6 +33,7 @@ from tests.deployments.scripted_backend import BASE, HF, ScriptedBackend, run, s
 
 CHAT = "/v1/chat/completions"
 ROLES = "{% for message in messages %}[{{ message['role'] }}]{{ message['content'] }}{% endfor %}"
+FOREVER = "{% for a in range(99999) %}{% for b in range(99999) %}{% endfor %}{% endfor %}"
 TOOLS = (
     "{% if tools %}{{ tools | tojson }}<tool_call>{% endif %}{% for message in messages %}[{{ message.role }}]{{ message.content }}"
     "{% for call in message.tool_calls %}{{ call.function.name }}({{ call.function.arguments.city }}){% endfor %}{% endfor %}"
@@ -233,12 +237,44 @@ def test_what_a_replica_says_of_the_adapter_reaches_the_caller(error: LorayError
         run(ask())
 
 
+MESSAGES = [{"role": "user", "content": "hello"}]
+
+
+def test_a_template_that_did_not_end_is_not_tried_again_and_others_are(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(template_renderer, "LIMITS", WorkerLimits(timeout_s=1.0, max_memory_bytes=512 << 20))
+    tried = []
+    ask = WorkerProcess.ask
+
+    def ask_and_note(worker: WorkerProcess, job: bytes) -> bytes:
+        tried.append(msgspec.msgpack.decode(job, type=RenderJob).template)
+        return ask(worker, job)
+
+    monkeypatch.setattr(WorkerProcess, "ask", ask_and_note)
+
+    async def render(*templates: str) -> None:
+        renderer = TemplateRenderer({})
+        for template in templates:
+            with pytest.raises(TemplateError):
+                await renderer.render(template, MESSAGES, [])
+
+    run(render(FOREVER, FOREVER, "{% if %}", "{% if %}"))
+    assert tried == [FOREVER, "{% if %}", "{% if %}"]
+
+
+def test_a_template_may_make_a_long_text_but_no_huge_one() -> None:
+    async def render(num_characters: int) -> str:
+        return await TemplateRenderer({}).render(f"{{{{ 'a' * {num_characters} }}}}", MESSAGES, [])
+
+    assert len(run(render(MAX_TEXT))) == MAX_TEXT
+    with pytest.raises(TemplateError, match=f"makes a text of {MAX_TEXT + 1} characters"):
+        run(render(MAX_TEXT + 1))
+
+
 def test_a_template_that_never_ends_or_fills_the_memory_fails_its_own_requests_alone(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(template_renderer, "LIMITS", WorkerLimits(timeout_s=1.0, max_memory_bytes=64 << 20))
     backend = saying("x")
-    forever = "{% for a in range(99999) %}{% for b in range(99999) %}{% endfor %}{% endfor %}"
     huge = "{% set ns = namespace(t='aaaaaaaa') %}{% for a in range(40) %}{% set ns.t = ns.t + ns.t %}{% endfor %}{{ ns.t }}"
-    backend.templates |= {"forever": forever, "huge": huge, "good": f"good {ROLES}"}
+    backend.templates |= {"forever": FOREVER, "huge": huge, "good": f"good {ROLES}"}
     service = service_of(backend)
     body: dict[str, Any] = {"messages": [{"role": "user", "content": "hello"}]}
     answers = {name: send(service, "POST", CHAT, json={**body, "model": name}) for name in ("forever", "huge", "forever", "good")}

@@ -1,53 +1,87 @@
 """A driver replica's way from a Serve call to the engine, over a real store and engine and a simulated rank. Without Ray, and its start."""
 
 import asyncio
+import logging
+import threading
+import time
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
 import msgspec
 import pytest
 import zmq
+from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
 
 from loray.cluster.channel import bind
 from loray.deployments.adapter_service import AdapterService
+from loray.deployments.adapters import Adapter
+from loray.deployments.config import TracingArgs
 from loray.deployments.driver import Driver
-from loray.deployments.engine import Engine
+from loray.deployments.driver_log import DriverLog
+from loray.deployments.engine import ABORTED, Engine
 from loray.deployments.request import AdapterRef, GenerationRequest, TokenEvent
+from loray.deployments.sequence import Ending
+from loray.deployments.trace_context import TraceContext
+from loray.deployments.tracing import Tracing
 from loray.models.step import Sampling
+from tests.deployments.local_driver import driver_over
 from tests.deployments.peft_folder import save_folder
 from tests.deployments.rank_in_process import PAGE_BYTES, RankInProcess, start_engine
 from tests.deployments.scripted_backend import run
 from tests.deployments.test_adapter_service import Store
 
+TRACE = "1" * 32
+
 
 @pytest.fixture
-def store(tmp_path: Path) -> Store:
+def store(tmp_path: Path) -> "AskedStore":
     save_folder(tmp_path / "root" / "small", 4)
-    return Store(tmp_path / "root", tmp_path / "cache")
+    return AskedStore(tmp_path / "root", tmp_path / "cache")
+
+
+class AskedStore(Store):
+    def __init__(self, root: Path, cache: Path) -> None:
+        super().__init__(root, cache)
+        self.is_asked = threading.Event()
+
+    def find(self, ref: AdapterRef) -> Adapter:
+        self.is_asked.set()
+        return super().find(ref)
 
 
 @pytest.fixture
-def engine() -> Engine:
-    return start_engine(RankInProcess())
+def rank() -> RankInProcess:
+    return RankInProcess()
 
 
-def last_event(store: Store, engine: Engine, deadline_s: float) -> TokenEvent:
-    """Of a request for the adapter `small`, submitted to a driver over these."""
+@pytest.fixture
+def engine(rank: RankInProcess) -> Engine:
+    return start_engine(rank)
+
+
+def request_for(adapter_id: str, **fields: Any) -> GenerationRequest:
+    """Traced; "" is the base model."""
+    settings = {
+        "prompt_ids": [1],
+        "max_new_tokens": 2,
+        "sampling": Sampling(),
+        "trace": TraceContext(f"00-{TRACE}-{'2' * 16}-01"),
+        **fields,
+    }
+    return GenerationRequest(request_id="r", adapter=AdapterRef(adapter_id=adapter_id) if adapter_id else None, **settings)
+
+
+def local_driver(store: Store, engine: Engine) -> Driver:
+    return driver_over(engine, AdapterService(store, engine, max_waiting=2, page_bytes=PAGE_BYTES))
+
+
+def last_event(store: Store, engine: Engine, request: GenerationRequest) -> TokenEvent:
+    """Of a request that is submitted to a driver over these."""
     socket, address = bind(zmq.PULL, "127.0.0.1")
-    request = GenerationRequest(
-        request_id="r",
-        prompt_ids=[1],
-        max_new_tokens=2,
-        sampling=Sampling(),
-        adapter=AdapterRef(adapter_id="small"),
-        deadline_s=deadline_s,
-    )
 
     async def submit() -> None:
-        driver = object.__new__(Driver)
-        driver._loop = asyncio.get_running_loop()
-        driver._engine = engine
-        driver._adapters = AdapterService(store, engine, max_waiting=2, page_bytes=PAGE_BYTES)
+        driver = local_driver(store, engine)
         try:
             await driver.submit(msgspec.msgpack.encode(request), address.endpoint, address.public_key)
         finally:
@@ -63,7 +97,7 @@ def last_event(store: Store, engine: Engine, deadline_s: float) -> TokenEvent:
 
 def test_a_deadline_holds_while_the_adapter_is_fetched(store: Store, engine: Engine) -> None:
     store.held = "small"
-    last = last_event(store, engine, deadline_s=0.05)
+    last = last_event(store, engine, request_for("small", deadline_s=0.05))
     assert (last.error, last.message) == ("DeadlineExceeded", "its adapter was still being fetched")
 
 
@@ -79,6 +113,67 @@ def test_a_request_that_has_time_is_served_with_what_its_adapter_left_of_it(
 
     monkeypatch.setattr(engine, "submit", submit_and_note)
     for deadline_s in (60.0, 0.0):
-        assert last_event(store, engine, deadline_s).finish_reason == "length"
+        assert last_event(store, engine, request_for("small", deadline_s=deadline_s)).finish_reason == "length"
     limited, unlimited = left
     assert 0 < limited < 60 and unlimited == 0
+
+
+def lines(caplog: pytest.LogCaptureFixture) -> list[str]:
+    return [record.getMessage() for record in caplog.records if record.name == "ray.serve.loray"]
+
+
+def test_a_request_that_is_over_is_a_line_with_its_id_and_trace(store: Store, engine: Engine, caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level(logging.INFO, "ray.serve.loray"):
+        last_event(store, engine, request_for("small", prompt_ids=[1, 2]))
+        last_event(store, engine, request_for("", output_ids=[7], max_new_tokens=4, trace=TraceContext()))
+        last_event(store, engine, request_for("gone"))
+    served, continued, refused = lines(caplog)
+    assert served.startswith(f"sequence id=r trace={TRACE} adapter=small prompt_tokens=2 tokens=2 outcome=length ms=")
+    assert " queue_ms=" in served and " first_token_ms=" in served
+    assert continued.startswith("sequence id=r adapter=- prompt_tokens=1 tokens=3 outcome=length ms=")
+    assert refused.startswith(f"sequence id=r trace={TRACE} adapter=gone prompt_tokens=1 tokens=0 outcome=AdapterNotFound ms=")
+    assert "first_token_ms" not in refused
+
+
+def test_a_request_that_is_given_up_is_a_line_with_the_tokens_it_had(
+    store: AskedStore, engine: Engine, rank: RankInProcess, caplog: pytest.LogCaptureFixture
+) -> None:
+    socket, address = bind(zmq.PULL, "127.0.0.1")
+
+    async def give_up(request: GenerationRequest, is_under_way: threading.Event) -> None:
+        call = asyncio.create_task(
+            local_driver(store, engine).submit(msgspec.msgpack.encode(request), address.endpoint, address.public_key)
+        )
+        await asyncio.to_thread(is_under_way.wait, 10)
+        call.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await call
+        rank.gate.set()
+        store.door.set()
+        while not lines(caplog):
+            await asyncio.sleep(0)
+
+    with caplog.at_level(logging.INFO, "ray.serve.loray"), closing(socket):
+        rank.pause_after(3)
+        run(give_up(request_for("", max_new_tokens=50), rank.is_paused))
+        (given_up,) = lines(caplog)
+        caplog.clear()
+        store.held = "small"
+        run(give_up(request_for("small"), store.is_asked))
+        (still_fetched,) = lines(caplog)
+    num_tokens = int(given_up.split(" tokens=")[1].split()[0])
+    assert " outcome=aborted " in given_up and 3 <= num_tokens < 50
+    assert " tokens=0 outcome=aborted " in still_fetched
+
+
+@pytest.mark.parametrize(
+    ("ending", "error_type"), [(Ending("AdapterFailed"), "AdapterFailed"), (Ending(ABORTED), None), (Ending(finish_reason="length"), None)]
+)
+def test_only_a_failure_is_an_error_in_its_span(ending: Ending, error_type: str | None) -> None:
+    exporter = InMemorySpanExporter()
+    tracing = Tracing(exporter, TracingArgs())
+    DriverLog(tracing).tell(request_for(""), time.monotonic(), ending)
+    tracing.close()
+    (span,) = exporter.get_finished_spans()
+    assert (span.attributes.get("error.type"), span.attributes["loray.outcome"]) == (error_type, ending.outcome)
+    assert "loray.time_to_first_token" not in span.attributes

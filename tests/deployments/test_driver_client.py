@@ -20,6 +20,7 @@ from loray.deployments.errors import AdapterFailed, DeadlineExceeded, Incomplete
 from loray.deployments.registry_follower import RegistryFollower
 from loray.deployments.request import AdapterRef, GenerationRequest, TokenEvent
 from loray.deployments.token_channel import TokenSender
+from loray.deployments.trace_context import TraceContext
 from loray.models.step import Sampling
 from tests.deployments.scripted_backend import T, run, status_of
 
@@ -115,6 +116,13 @@ def test_a_generation_goes_on_at_another_replica_after_the_tokens_it_had() -> No
     driver = Driver([[ACCEPTED, tokens(1), tokens(2, 3)], [ACCEPTED, tokens(4), tokens(7, finish_reason="length")]])
     assert [event.token_ids for event in collect(driver, request())] == [[], [1], [2, 3], [4], [7]]
     assert [sent.output_ids for sent in driver.requests] == [[], [1, 2, 3]]
+
+
+def test_a_generation_that_goes_on_elsewhere_stays_in_its_trace() -> None:
+    driver = Driver([[ACCEPTED, tokens(1)], [ACCEPTED, tokens(7, finish_reason="length")]])
+    trace = TraceContext(f"00-{'1' * 32}-{'2' * 16}-01", "congo=t61")
+    collect(driver, msgspec.structs.replace(request(), trace=trace))
+    assert [sent.trace for sent in driver.requests] == [trace] * 2
 
 
 def test_what_a_lost_replica_used_of_the_deadline_is_used() -> None:

@@ -13,6 +13,7 @@ from loray.deployments.adapters import Adapter
 from loray.deployments.engine import Engine
 from loray.deployments.errors import AdapterFailed
 from loray.deployments.request import GenerationRequest, TokenEvent
+from loray.deployments.sequence import Ending
 from loray.models.step import Sampling
 from tests.deployments.rank_in_process import BLOCK, HOST_BYTES, NUM_BLOCKS, NUM_PAGES, RankInProcess, start_engine
 from tests.deployments.simulated_rank import embedding, greedy
@@ -27,6 +28,7 @@ class Client:
         self.events: dict[str, list[TokenEvent]] = {}
         self.ended: dict[str, threading.Event] = {}
         self.errors: dict[str, str] = {}
+        self.endings: dict[str, Ending] = {}
 
     def submit(
         self,
@@ -46,10 +48,11 @@ class Client:
     def _send(self, request: GenerationRequest, adapter: Adapter | None) -> None:
         self.events[request.request_id] = []
         self.ended[request.request_id] = threading.Event()
-        self.engine.submit(request, adapter, self.address, lambda error: self.end(request.request_id, error))
+        self.engine.submit(request, adapter, self.address, lambda ending: self.end(request.request_id, ending))
 
-    def end(self, name: str, error: str) -> None:
-        self.errors[name] = error
+    def end(self, name: str, ending: Ending) -> None:
+        self.errors[name] = ending.error
+        self.endings[name] = ending
         self.ended[name].set()
 
     def finish(self, name: str) -> list[TokenEvent]:
@@ -96,6 +99,19 @@ def test_a_request_continues_where_another_replica_left_it(client: Client) -> No
     tokens = greedy("", [1, 2, 3], 8)
     client.submit("r", [1, 2, 3], output=tokens[:5])
     assert client.tokens("r") == tokens[5:]
+
+
+def test_an_ending_tells_what_was_made_here_and_when(client: Client) -> None:
+    started = time.monotonic()
+    client.submit("whole", [1, 2, 3])
+    client.submit("continued", [1, 2, 3], output=client.tokens("whole")[:5])
+    client.finish("continued")
+    client.embed("embedded", [1, 2, 3])
+    client.finish("embedded")
+    made = {name: (ending.error, ending.finish_reason, ending.num_tokens) for name, ending in client.endings.items()}
+    assert made == {"whole": ("", "length", 8), "continued": ("", "length", 3), "embedded": ("", "embedding", 0)}
+    assert all(ending.queue_s > 0 for ending in client.endings.values())
+    assert started <= client.endings["whole"].first_token_at <= time.monotonic() and client.endings["embedded"].first_token_at == 0
 
 
 def test_logprobs_alternatives_and_the_prompts_come_with_their_tokens(client: Client) -> None:
@@ -153,11 +169,14 @@ def test_the_ranks_hear_which_tokens_may_not_end_a_request_yet(client: Client, s
     assert stop_ids == [[7, 49], []]
 
 
-def test_a_grammar_that_no_rank_can_read_fails_its_own_request_alone(client: Client) -> None:
-    client.submit("bad", [1, 2], sampling=Sampling(grammar=b"x"))
+@pytest.mark.parametrize(("grammar", "error"), [(b"a dead end", "GrammarFailed"), (b"no vocabulary", "Incomplete")])
+def test_a_grammar_that_cannot_be_followed_fails_its_own_request_alone_and_says_whose_mistake_it_is(
+    client: Client, grammar: bytes, error: str
+) -> None:
+    client.submit("bad", [1, 2], sampling=Sampling(grammar=grammar))
     client.submit("good", [1, 2])
     last = client.finish("bad")[-1]
-    assert (last.error, last.message, client.errors["bad"]) == ("Incomplete", "unreadable grammar", "Incomplete")
+    assert (last.error, last.message, client.errors["bad"]) == (error, grammar.decode(), error)
     assert not any(event.token_ids for event in client.finish("bad")), "what such a row yields is worthless"
     assert client.tokens("good") == greedy("", [1, 2], 8)
 
@@ -271,7 +290,7 @@ def test_an_ingress_that_is_gone_stops_nobody(client: Client, engine: Engine) ->
     ended = threading.Event()
     request = GenerationRequest(request_id="lost", prompt_ids=[1], max_new_tokens=20, sampling=Sampling())
     nowhere = Address("tcp://127.0.0.1:9", zmq.curve_keypair()[0])
-    engine.submit(request, None, nowhere, lambda error: ended.set())
+    engine.submit(request, None, nowhere, lambda ending: ended.set())
     assert ended.wait(5)
     client.submit("r", [1])
     assert client.tokens("r") == greedy("", [1], 8)

@@ -187,13 +187,15 @@ def test_a_pinned_adapter_does_not_leave_the_pool() -> None:
     assert loads.count("pinned") == 1 and loads.count("a") > 1 and loads.count("b") > 1
 
 
-def test_a_step_in_which_an_adapter_gives_way_may_admit_one_of_another() -> None:
+def test_a_step_in_which_an_adapter_gives_way_loads_another_and_the_next_admits_it() -> None:
     server = Server(num_blocks=5)
     server.add([1] * 4, 16, adapter="a")
     young = server.add([2] * 8, 12, adapter="a")
-    for _ in range(5):
+    for _ in range(6):
         assert server.plan()
     late = server.add([3], 2, adapter="b")
+    server.plan()
+    assert young.slot is None and late.adapter is not None and late.adapter.page_ids
     server.plan()
     assert young.slot is None and late.slot is not None
     server.run()
@@ -205,7 +207,7 @@ def test_prompts_in_progress_and_waiting_ones_share_the_budget_by_what_their_ada
     long = server.add(list(range(80)), 1, adapter="long")
     server.turn()
     short = server.add([1, 2, 3], 1, adapter="short")
-    for _ in range(3):
+    for _ in range(4):
         server.turn()
     assert short.is_finished and not long.is_finished
     server.run()

@@ -90,6 +90,16 @@ def test_a_string_of_limited_length_has_whole_characters_only() -> None:
     assert xgrammar.GrammarMatcher(grammar).accept_string('"ࠀ🙂"') and not xgrammar.GrammarMatcher(grammar).accept_string('"abc"')
 
 
+@pytest.mark.parametrize(("least", "most"), [(0, 700), (3, 700), (0, 2100), (2050, 2100), (2050, None)])
+def test_long_strings_have_as_many_characters_as_they_may(least: int, most: int | None) -> None:
+    bounds = {"minLength": least} if most is None else {"minLength": least, "maxLength": most}
+    grammar = read(compiled("json_schema", json.dumps({"type": "string", **bounds})))
+    near = {bound + change for bound in (9, least, most or 5000) for change in range(-9, 10)}
+    lengths = sorted(length for length in {*near, 350, 1000} if length >= 0)
+    taken = [length for length in lengths if xgrammar.GrammarMatcher(grammar).accept_string(json.dumps("é" * length, ensure_ascii=False))]
+    assert taken == [length for length in lengths if least <= length <= (most or length)]
+
+
 @pytest.mark.parametrize("declared", [["a", "ab"], ["abc", 'q"', "日本"], [""]])
 def test_a_declared_name_comes_with_its_own_value_however_it_is_spelled(declared: list[str]) -> None:
     properties = {name: {"type": "integer"} for name in declared}
@@ -128,7 +138,8 @@ def test_the_schemas_of_a_structural_tag_are_checked_too() -> None:
         ("ebnf", "", "root"),
         ("structural_tag", "{}", "format"),
         ("ebnf", "root ::= root", "none of the model's tokens"),
-        ("regex", r"a[^\s\S]", "none of the model's tokens"),
+        ("regex", r"a[^\s\S]", "a character that"),
+        ("regex", r"(a)\1", "groups"),
     ],
 )
 def test_what_cannot_be_read_is_refused(kind: str, text: str, says: str) -> None:
@@ -137,7 +148,8 @@ def test_what_cannot_be_read_is_refused(kind: str, text: str, says: str) -> None
 
 def test_what_xgrammar_would_ignore_is_refused_by_a_worker_that_refused_before() -> None:
     for char in "abc":  # one more than workers
-        assert "not recognized" in refusal("json_schema", json.dumps({"type": "string", "pattern": rf"^\A{char}\Z$"}))
+        text = json.dumps({"type": "structural_tag", "format": {"type": "regex", "pattern": rf"\A{char}"}})
+        assert "not recognized" in refusal("structural_tag", text)
 
 
 @pytest.fixture(scope="module")

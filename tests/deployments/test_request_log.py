@@ -8,11 +8,12 @@ import httpx
 import pytest
 from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
 
-from loray.deployments import http_app, tracing
+from loray.deployments import http_app, trace_context, tracing
 from loray.deployments.config import TracingArgs
 from loray.deployments.errors import Overloaded
-from loray.deployments.tracing import Tracing, otlp_exporter, sane_traceparent
-from tests.deployments.scripted_backend import ScriptedBackend, run, saying, send, service_of
+from loray.deployments.trace_context import TraceContext
+from loray.deployments.tracing import Tracing, otlp_exporter
+from tests.deployments.scripted_backend import BASE, ScriptedBackend, run, saying, send, service_of
 
 PARENT = "00-0af7651916cd43dd8448eb211c80319c-b7ad6b7169203331-01"
 
@@ -74,23 +75,61 @@ def test_a_refusal_is_a_line_with_its_type(caplog: pytest.LogCaptureFixture) -> 
 
 
 @pytest.mark.parametrize(
-    ("header", "is_sane"),
-    [(PARENT, True), (PARENT.upper(), False), ("00-" + "0" * 32 + "-b7ad6b7169203331-01", False), ("ff" + PARENT[2:], False), ("x", False)],
+    ("sent", "handed_on"),
+    [
+        ([PARENT], PARENT),
+        (["cc" + PARENT[2:]], PARENT),
+        (["cc" + PARENT[2:] + "-what-a-later-version-says"], PARENT),
+        ([PARENT + "-more"], ""),
+        ([PARENT, PARENT], ""),
+        ([PARENT.upper()], ""),
+        (["00-" + "0" * 32 + "-b7ad6b7169203331-01"], ""),
+        (["00-0af7651916cd43dd8448eb211c80319c-" + "0" * 16 + "-01"], ""),
+        (["ff" + PARENT[2:]], ""),
+        (["x"], ""),
+        ([], ""),
+    ],
 )
-def test_a_traceparent_is_as_w3c_wants_it_or_left_out(header: str, is_sane: bool) -> None:
-    assert bool(sane_traceparent(header)) == is_sane
+def test_a_traceparent_is_as_w3c_wants_it_or_left_out_and_its_state_with_it(sent: list[str], handed_on: str) -> None:
+    backend = saying("x")
+    headers = [*(("traceparent", one) for one in sent), ("tracestate", "congo=t61"), ("tracestate", "rojo=00f067 ")]
+    send(service_of(backend), "POST", "/generate", json={"inputs": "hi"}, headers=headers)
+    assert backend.requests[-1].trace == (TraceContext(handed_on, "congo=t61,rojo=00f067 ") if handed_on else TraceContext())
+
+
+@pytest.mark.parametrize("state", ["a=" + "x" * 4096, "a=ü"])
+def test_a_tracestate_that_nobody_needs_to_pass_on_is_left_out(state: str) -> None:
+    assert trace_context.received([PARENT], [state]) == TraceContext(PARENT)
+
+
+@pytest.mark.parametrize(
+    ("method", "path", "body"),
+    [
+        ("POST", "/generate_stream", {"inputs": "hi"}),
+        ("POST", "/embed", {"inputs": "hi"}),
+        ("POST", "/v1/completions", {"model": BASE, "prompt": "hi", "n": 2}),
+        ("POST", "/v1/chat/completions", {"model": BASE, "messages": [{"role": "user", "content": "hi"}], "stream": True}),
+        ("GET", "/startup", None),
+    ],
+)
+def test_every_route_hands_the_callers_trace_on(method: str, path: str, body: Any) -> None:
+    backend = saying("x")
+    response = send(service_of(backend), method, path, json=body, headers={"traceparent": PARENT, "tracestate": "congo=t61"})
+    assert response.status_code == 200 and "traceparent" not in response.headers
+    assert {request.trace for request in backend.requests} == {TraceContext(PARENT, "congo=t61")}
 
 
 def test_spans_tell_queue_prefill_and_decode_under_the_callers_trace(monkeypatch: pytest.MonkeyPatch) -> None:
     exporter = InMemorySpanExporter()
     traces = Tracing(exporter, TracingArgs())
-    monkeypatch.setattr(http_app, "otlp_exporter", lambda args: exporter)
-    monkeypatch.setattr(http_app, "Tracing", lambda exporter, args: traces)
-    send(service_of(saying("hello world", turn_s=0.01)), "POST", "/generate", json={"inputs": "hi"}, headers={"traceparent": PARENT})
+    monkeypatch.setattr(http_app, "make_tracing", lambda args: traces)
+    backend = saying("hello world", turn_s=0.01)
+    send(service_of(backend), "POST", "/generate", json={"inputs": "hi"}, headers={"traceparent": PARENT})
     traces.close()
     *parts, request = sorted(exporter.get_finished_spans(), key=lambda span: span.end_time - span.start_time)
     assert request.name == "/generate" and request.attributes["http.response.status_code"] == 200
     assert f"{request.context.trace_id:032x}" == PARENT.split("-")[1] and f"{request.parent.span_id:016x}" == PARENT.split("-")[2]
+    assert backend.requests[-1].trace == TraceContext(f"{PARENT[:36]}{request.context.span_id:016x}-01")
     assert {span.name for span in parts} == {"queue", "prefill", "decode"}
     for span in parts:
         assert span.parent.span_id == request.context.span_id
@@ -98,7 +137,7 @@ def test_spans_tell_queue_prefill_and_decode_under_the_callers_trace(monkeypatch
 
 
 def test_the_missing_extra_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(sys.modules, "opentelemetry.exporter", None)
+    monkeypatch.setitem(sys.modules, "opentelemetry.exporter.otlp.proto.http.trace_exporter", None)
     with pytest.raises(ImportError, match=r"loray\[otel\]"):
         otlp_exporter(TracingArgs(otlp_endpoint="http://localhost:4318/v1/traces"))
 

@@ -307,3 +307,28 @@ def test_two_versions_of_an_adapter_share_no_prefix() -> None:
     server.add_version("same id", "v2", prompt, 4)
     server.run()
     assert server.scheduler.num_cached_tokens == 3 * BLOCK
+
+
+def test_an_adapter_comes_into_the_pool_a_step_before_its_sequences_start_and_no_other_waits() -> None:
+    server = Server()
+    running = server.add([1, 2], 20)
+    server.turn()
+    first, second = server.add([3, 4], 4, adapter="a"), server.add([5], 4, adapter="a")
+    server.turn()
+    server.run()
+    steps = server.rank.steps
+    [loading] = [number for number, step in enumerate(steps) if step.loads]
+    starting = {number for number, step in enumerate(steps) for admission in step.admissions if admission.page_ids}
+    assert starting == {loading + 1}
+    assert all(step.rows for step in steps[:20])  # those that run go on meanwhile
+    assert output(running) == greedy("", [1, 2], 20) and output(first) == greedy("a", [3, 4], 4) and output(second) == greedy("a", [5], 4)
+
+
+def test_what_starts_in_the_next_step_finds_its_blocks_though_others_come_in_between() -> None:
+    server = Server(num_blocks=4)
+    late = server.add(list(range(12)), 4, adapter="a")  # three of the four blocks
+    small = server.add([1] * 8, 4)
+    server.plan()
+    assert small.slot is None  # else nothing would be left for the one whose adapter is on its way
+    server.run()
+    assert output(late) == greedy("a", list(range(12)), 4) and output(small) == greedy("", [1] * 8, 4)

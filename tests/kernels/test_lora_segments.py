@@ -4,6 +4,7 @@ With TRITON_INTERPRET=1 they run without a GPU: `TRITON_INTERPRET=1 pytest -m gp
 """
 
 import os
+from dataclasses import replace
 
 import pytest
 import torch
@@ -40,7 +41,7 @@ def expected_of(y: torch.Tensor, x: torch.Tensor, pages: LoraPages, rows: Rows) 
 
 @pytest.mark.parametrize("dtype", TOLERANCE, ids=str)
 @pytest.mark.parametrize("mix", [*MIXES, *LONG])
-@pytest.mark.parametrize(("inputs", "widths"), [(17, [5]), (48, [48, 16, 16]), (320, [130, 257])])
+@pytest.mark.parametrize(("inputs", "widths"), [(17, [5]), (48, [48, 16, 16]), (320, [130, 257]), (2500, [20])])
 def test_each_token_gets_the_product_of_its_own_ranks(mix: str, inputs: int, widths: list[int], dtype: torch.dtype) -> None:
     rows = (MIXES | LONG)[mix]
     generator = torch.Generator().manual_seed(0)
@@ -66,3 +67,17 @@ def test_pages_of_nobody_are_never_read() -> None:
     segments = lora_segments([(), ((8, 16),)], [2, 1], lambda array: torch.from_numpy(array).to(DEVICE))
     add_lora(y, x, pages, segments)
     assert y[:2].eq(0).all() and y[2].eq(8 * 32).all()
+
+
+def test_what_is_still_to_be_added_is_written_for_the_tokens_of_adapters_alone() -> None:
+    from loray.kernels.lora_segments import lora_update
+
+    rows: Rows = [(2, ()), (1, ((8, 16),)), (3, ((16, 48),)), (1, ())]
+    x = torch.randn(7, 40).to(DEVICE)
+    pages = LoraPages(torch.randn(2, NUM_RANKS, 40).to(DEVICE), torch.randn(NUM_RANKS, 300).to(DEVICE), [30, 270])
+    segments = lora_segments([runs for _, runs in rows], [count for count, _ in rows], lambda array: torch.from_numpy(array).to(DEVICE))
+    blocks = torch.cat((segments.blocks, torch.zeros_like(segments.blocks)))  # some that stand for nothing, as in a padded batch
+    found = lora_update(x, pages, replace(segments, blocks=blocks, max_pages=8))
+    expected = expected_of(torch.zeros(7, 300), x, pages, rows)
+    assert segments.is_updated.tolist() == [0, 0, 1, 1, 1, 1, 0]
+    torch.testing.assert_close(found[2:6].double().cpu(), expected[2:6], atol=1e-3, rtol=0)

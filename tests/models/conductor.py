@@ -7,7 +7,7 @@ import torch
 
 from loray.models.parallel import Parallel
 from loray.models.runner import Runner
-from loray.models.step import AdapterLoad, Admission, Alternatives, Row, Sampling, Step, StepResult
+from loray.models.step import AdapterLoad, Admission, Alternatives, Row, RowFailure, Sampling, Step, StepResult
 
 BLOCK_SIZE = 16
 
@@ -29,7 +29,7 @@ class Output:
     alternatives: list[Alternatives] = field(default_factory=list)
     prompt_logprobs: list[float] = field(default_factory=list)
     prompt_alternatives: list[Alternatives] = field(default_factory=list)
-    failures: set[str] = field(default_factory=set)
+    failures: set[RowFailure] = field(default_factory=set)
 
 
 class Conductor:
@@ -101,8 +101,8 @@ class Conductor:
         for place, logprobs in result.prompt_logprobs.items():
             outputs[sampling[place]].prompt_logprobs += logprobs
             outputs[sampling[place]].prompt_alternatives += result.prompt_alternatives.get(place, [])
-        for place, reason in result.failed_rows.items():
-            outputs[rows[place].slot].failures.add(reason)
+        for place, failure in result.failed_rows.items():
+            outputs[rows[place].slot].failures.add(failure)
 
     def generate(self, prompt: list[int], page_ids: list[int] | None = None, num_new: int = 8) -> Output:
         return self.play([Request(prompt, page_ids or [], num_new=num_new)])[0]

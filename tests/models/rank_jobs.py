@@ -11,8 +11,8 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from loray.models.batch import Batch
+from loray.models.layout import Layout
 from loray.models.parallel import Parallel
-from loray.models.planner import Plan
 from loray.models.shards import cut
 from loray.models.step import AdapterLoad, Admission, Row, Sampling
 from tests.models.conductor import Conductor, Output, Request, prompt_of
@@ -95,21 +95,20 @@ class Recorder(Conductor):
         self.pages = MATRIX_PAGES  # by adapter
         self.logits: defaultdict[int, list[Floats]] = defaultdict(list)  # by slot
         self._rows: Floats
-        self._order: NDArray[np.int64]
+        self._order: list[int]
         model, planner = self.runner._model, self.runner._planner
-        model_logits, plan = model.logits, planner.plan
+        model_logits, batch_of = model.logits, planner.batch
 
         def recorded_logits(hidden: Tensor, batch: Batch) -> Tensor:
             logits = model_logits(hidden, batch)
             self._rows = logits.float().numpy().copy()
             return logits
 
-        def recorded_plan(rows: list[Row]) -> Plan:
-            planned = plan(rows)
-            self._order = planned.result_order
-            return planned
+        def recorded_batch(layout: Layout) -> Batch:
+            self._order = layout.result_order
+            return batch_of(layout)
 
-        model.logits, planner.plan = recorded_logits, recorded_plan  # type: ignore[method-assign]
+        model.logits, planner.batch = recorded_logits, recorded_batch  # type: ignore[method-assign]
 
     def step(
         self, rows: list[Row] | None = None, admissions: list[Admission] | None = None, loads: list[AdapterLoad] | None = None

@@ -14,7 +14,7 @@ from transformers import AutoTokenizer, PreTrainedTokenizerFast
 from loray.models import grammar_masks as module
 from loray.models.grammar_masks import GrammarMasks
 from loray.models.grammar_vocabulary import grammar_vocabulary
-from loray.models.step import Sampling
+from loray.models.step import RowFailure, Sampling
 from tests.models.conductor import Conductor, Output, Request, prompt_of
 from tests.models.rank_threads import ThreadGroup
 from tests.models.sampling_jobs import EOS_ID, VOCAB_SIZE, grammar, mixed_requests, play_mixed, play_unequally, save_model
@@ -98,7 +98,8 @@ def test_a_grammar_that_cannot_be_read_fails_its_own_request_alone(
     good = mixed_requests(folder)[:2]
     bad = Request(prompt_of(9, 0, VOCAB_SIZE), sampling=Sampling(grammar=broken), num_new=24)
     outputs = conductor.play([bad, *good], chunk=7)
-    assert all("the grammar can't be read" in reason for reason in outputs[0].failures) and outputs[0].failures
+    assert outputs[0].failures and all(failure.is_callers for failure in outputs[0].failures)
+    assert all("the grammar can't be read" in failure.reason for failure in outputs[0].failures)
     for found, expected in zip(outputs[1:], together, strict=False):
         assert until_eos(found.token_ids) == until_eos(expected.token_ids) and not found.failures
 
@@ -109,7 +110,7 @@ def test_an_ambiguous_grammar_fails_its_own_request_alone_before_others_wait_lon
     sampling = Sampling(temperature=1.0, grammar=grammar(folder, ebnf=AMBIGUOUS), min_new_tokens=100, stop_ids=[EOS_ID])
     slow = Request(prompt_of(9, 0, VOCAB_SIZE), sampling=sampling, num_new=100)
     outputs = conductor.play([*mixed_requests(folder)[:2], slow])
-    assert any("takes too long" in reason for reason in outputs[2].failures)
+    assert any("takes too long" in failure.reason and failure.is_callers for failure in outputs[2].failures)
     for found, expected in zip(outputs[:2], together, strict=False):
         assert until_eos(found.token_ids) == until_eos(expected.token_ids) and not found.failures
 
@@ -118,7 +119,7 @@ def test_output_that_the_grammar_refuses_fails_the_request(folder: Path, conduct
     sampling = Sampling(grammar=grammar(folder, regex="[0-9]{3}"))
     bad = Request(prompt_of(9, 0, VOCAB_SIZE), sampling=sampling, num_new=2, output=[EOS_ID])
     (output,) = conductor.play([bad])
-    assert output.failures == {f"the grammar does not allow token {EOS_ID} where it was generated"}
+    assert output.failures == {RowFailure(f"the grammar does not allow token {EOS_ID} where it was generated")}
     (again,) = conductor.play([Request(prompt_of(9, 0, VOCAB_SIZE), sampling=sampling, num_new=3)])
     assert not again.failures, "the slot has forgotten"
 
@@ -173,7 +174,7 @@ def test_the_time_to_read_a_grammar_is_its_own(folder: Path, monkeypatch: pytest
     monkeypatch.setattr(module, "SAVED_S", 0.0)
     masks = GrammarMasks(folder)
     masks.admit(0, grammar(folder, regex="[ab]"), [])
-    assert "takes too long" in masks.failures[0]
+    assert "takes too long" in masks.failures[0].reason and masks.failures[0].is_callers
 
 
 def test_special_tokens_are_no_text_for_a_grammar(folder: Path) -> None:
@@ -185,4 +186,18 @@ def test_special_tokens_are_no_text_for_a_grammar(folder: Path) -> None:
 def test_a_grammar_that_one_rank_cannot_read_fails_on_all(folder: Path) -> None:
     outputs = ThreadGroup(2).run(play_unequally, folder)
     assert [len(output.failures) for output in outputs] == [1, 1]
-    assert outputs[0].failures == {"another rank can't read the grammar"}
+    assert outputs[0].failures == {RowFailure("another rank can't read the grammar")}
+
+
+def test_a_dead_end_after_several_tokens_is_the_callers_mistake(folder: Path, conductor: Conductor, together: list[Output]) -> None:
+    sampling = Sampling(grammar=grammar(folder, ebnf='root ::= "aaaaaa" x\nx ::= x'))
+    good = mixed_requests(folder)[0]
+    dead, other = conductor.play([Request(prompt_of(9, 0, VOCAB_SIZE), sampling=sampling, num_new=24), good])
+    assert dead.failures == {RowFailure("the grammar leads to where it allows none of the model's tokens", is_callers=True)}
+    assert until_eos(other.token_ids) == until_eos(together[0].token_ids) and not other.failures
+
+
+def test_a_vocabulary_that_cannot_be_read_is_not_the_callers_mistake(folder: Path, tmp_path: Path) -> None:
+    masks = GrammarMasks(tmp_path)
+    masks.admit(0, grammar(folder, regex="[ab]"), [])
+    assert "the vocabulary can't be read" in masks.failures[0].reason and not masks.failures[0].is_callers

@@ -18,8 +18,8 @@ from transformers import (
     WatermarkLogitsProcessor,
 )
 
+from loray.kernels.greedy import LOWEST_LOGPROB
 from loray.models.grammar_masks import GrammarMasks
-from loray.models.sampler import LOWEST_LOGPROB
 from loray.models.slot_sampling import Sampled, SlotSampling
 from loray.models.step import Admission, Sampling
 
@@ -40,7 +40,7 @@ class Rank:
         self.tokens[slot, : len(prompt + output)] = torch.tensor(prompt + output, dtype=torch.int32)
 
     def sample(self, logits: Tensor, slots: list[int], positions: list[int]) -> Sampled:
-        return self.sampling.sample(logits, np.array(slots), np.array(positions))
+        return self.sampling.fetch(self.sampling.sample(logits, np.array(slots), np.array(positions)))
 
 
 def logits_of(num_rows: int, seed: int = 0, scale: float = 2.0) -> Tensor:

@@ -12,6 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
+from loray.kernels.lora import Parted
 from loray.models.attention import Rope
 from loray.models.batch import Batch
 from loray.models.loader import WeightsError
@@ -235,8 +236,8 @@ def test_reorder_and_upcast_attn_attends_in_float32(is_upcast: bool, tmp_path: P
     attn: Any = recorder.runner._model.get_submodule("transformer.h.0.attn")
     attention, seen = attn.attention, []
 
-    def recorded(qkv: Tensor, rope: Rope | None, kv_cache: Tensor, batch: Batch) -> Tensor:
-        seen.append((qkv.clone(), attention(qkv, rope, kv_cache, batch)))
+    def recorded(qkv: Parted, rope: Rope | None, kv_cache: Tensor, batch: Batch) -> Tensor:
+        seen.append((qkv.y.clone(), attention(qkv, rope, kv_cache, batch)))
         return seen[-1][1]
 
     attn.attention = recorded

@@ -8,12 +8,19 @@ import pytest
 
 from tests.e2e.conftest import App
 from tests.e2e.oracle import Oracle
+from tests.otlp_collector import Collector, collecting
 
 
 @pytest.fixture(scope="package")
-def app(start_app: Callable[..., Any], tiny_model: Path, tiny_adapters: Path) -> Iterator[App]:
-    grammars = {"compile_timeout_s": 3}
-    with start_app("contract", model={"id": str(tiny_model)}, adapters={"local_roots": [tiny_adapters]}, grammars=grammars) as app:
+def collector() -> Iterator[Collector]:
+    with collecting() as collector:
+        yield collector
+
+
+@pytest.fixture(scope="package")
+def app(start_app: Callable[..., Any], tiny_model: Path, tiny_adapters: Path, collector: Collector) -> Iterator[App]:
+    settings = {"grammars": {"compile_timeout_s": 3}, "tracing": {"otlp_endpoint": collector.endpoint}}
+    with start_app("contract", model={"id": str(tiny_model)}, adapters={"local_roots": [tiny_adapters]}, **settings) as app:
         yield app
 
 

@@ -1,0 +1,122 @@
+"""Decode steps on a GPU, engine and rank process without Ray: `python -m benchmarks.gpu_decode --folder /dev/shm/loray`
+
+Llama-3.1-8B's shape with random weights, 128-token prompts, greedy. Milliseconds a step: the time for 136 new tokens less that for 8,
+divided by 128, as the peer's script measures it. Makes model and adapters in the folder first, where they are missing.
+"""
+
+import argparse
+import json
+import time
+from pathlib import Path
+
+import msgspec
+import zmq
+
+from benchmarks.llama_8b import NUM_PROMPT, POOL_PAGES, Case, make
+from benchmarks.local_group import LocalGroup
+from loray.cluster.channel import bind
+from loray.deployments.adapter_files import AdapterFiles
+from loray.deployments.config import ServerArgs
+from loray.deployments.driver import rank_spec, start_engine
+from loray.deployments.request import GenerationRequest, TokenEvent
+from loray.models.step import Sampling
+
+SHORT, LONG = 8, 136
+PREFILL_TOKENS = 8192
+
+
+def cases(has_adapters: bool) -> list[Case]:
+    found = []
+    for rows in (1, 8, 32, 64, 128):
+        found += [Case(rows, count) for count in (0, 1, 8, 32) if (has_adapters or not count) and count <= rows]
+    return found + [Case(32, 32, "mixed")] * has_adapters
+
+
+class Bench:
+    def __init__(self, model: Path, adapters: Path, num_pages: int, page_bytes: int, device: str = "cuda") -> None:
+        started = time.monotonic()
+        sections = {
+            "model": {"id": str(model), "max_total_tokens": PREFILL_TOKENS + 16},
+            "device": device,
+            "adapters": {"gpu_bytes": num_pages * page_bytes, "host_bytes": "40GiB"},
+            "scheduler": {"max_batch_tokens": 8192},
+        }
+        args = ServerArgs.model_validate(sections)
+        self.group = LocalGroup(rank_spec(args, model))
+        self.report = self.group.load()[0]
+        self.engine = start_engine(args, self.group, [self.report], (), self.fail)
+        self.ready_s = time.monotonic() - started
+        self.files = AdapterFiles([adapters], self.report.lora_shapes)
+        self.socket, self.address = bind(zmq.PULL, "127.0.0.1")
+        self._num_runs = 0
+
+    def fail(self, reason: str) -> None:
+        raise RuntimeError(reason)
+
+    def generate(self, adapters: list[str], num_rows: int, num_prompt: int, num_new: int) -> float:
+        """Seconds until all are through. Prompts are new every time, so that none is found in the prefix cache."""
+        self._num_runs += 1
+        found = [self.files.find(name) for name in adapters]
+        started = time.perf_counter()
+        for row in range(num_rows):
+            prompt = [(7 * row + token + 1000 * self._num_runs) % 30000 + 100 for token in range(num_prompt)]
+            request = GenerationRequest(
+                request_id=str(row), prompt_ids=prompt, max_new_tokens=num_new, sampling=Sampling(), ignore_eos=True
+            )
+            self.engine.submit(request, found[row % len(found)] if found else None, self.address, lambda ending: None)
+        num_open = num_rows
+        while num_open:
+            for event in msgspec.msgpack.decode(self.socket.recv(), type=list[TokenEvent]):
+                assert not event.error, event.message
+                num_open -= event.is_last
+        return time.perf_counter() - started
+
+    def step_ms(self, case: Case) -> float:
+        self.generate(case.names, case.rows, NUM_PROMPT, SHORT)
+        short = min(self.generate(case.names, case.rows, NUM_PROMPT, SHORT) for _ in range(3))
+        long = min(self.generate(case.names, case.rows, NUM_PROMPT, LONG) for _ in range(2))
+        return (long - short) / (LONG - SHORT) * 1000
+
+    def prefill_ms(self, names: list[str], num_rows: int) -> float:
+        """Of 8,192 tokens in so many prompts."""
+        size = PREFILL_TOKENS // num_rows
+        return 1000 * min(self.generate(names, num_rows, size, 1) for _ in range(4))
+
+    def stop(self) -> None:
+        self.group.stop()
+
+
+def measure(folder: Path, has_adapters: bool, page_bytes: int) -> list[dict[str, object]]:
+    model, adapters = folder / "model", folder / "adapters"
+    bench = Bench(model, adapters, POOL_PAGES if has_adapters else 0, page_bytes)
+    print(json.dumps({"ready_s": round(bench.ready_s, 1), "weights_s": round(bench.report.load_seconds, 1)}), flush=True)
+    results: list[dict[str, object]] = []
+
+    def note(**fields: object) -> None:
+        results.append({"lora": has_adapters, **fields})
+        print(json.dumps(results[-1]), flush=True)
+
+    for case in cases(has_adapters):
+        note(rows=case.rows, adapters=case.adapters, ranks=case.ranks, step_ms=round(bench.step_ms(case), 3))
+    for rows in (1, 8):
+        note(prefill_rows=rows, adapters=0, ms=round(bench.prefill_ms([], rows), 1))
+        if has_adapters:
+            note(prefill_rows=rows, adapters=rows, ms=round(bench.prefill_ms(Case(rows, rows).names, rows), 1))
+    bench.stop()
+    return results
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--folder", type=Path, default=Path("/dev/shm/loray"))
+    parser.add_argument("--out", type=Path)
+    arguments = parser.parse_args()
+    make(arguments.folder)
+    page_bytes = 8 * 2 * 32 * (3 * 4096 + 6144 + 4096 + 4096 + 2 * 4096 + 28672 + 14336 + 4096)
+    results = [result for has_adapters in (False, True) for result in measure(arguments.folder, has_adapters, page_bytes)]
+    if arguments.out:
+        arguments.out.write_text(json.dumps(results, indent=2) + "\n")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,92 @@
+"""Where a decode step's time goes on a GPU, kernel by kernel: `python -m benchmarks.gpu_profile --rows 32 --adapters 8`
+
+One rank in this process, on the model and adapters that gpu_decode.py makes.
+"""
+
+import argparse
+import json
+from collections import Counter
+from pathlib import Path
+
+import torch
+from torch.profiler import ProfilerActivity, profile
+
+from benchmarks.llama_8b import NUM_PROMPT, POOL_PAGES, Case, make
+from loray.models.parallel import Parallel
+from loray.models.runner import Runner
+from loray.models.step import AdapterLoad, Admission, Row, Sampling, Step
+
+NUM_STEPS = 20
+BLOCK = 16
+
+
+class Decoding:
+    """Rows that have their prompts computed, and decode step by step."""
+
+    def __init__(self, folder: Path, max_running: int) -> None:
+        model, self._adapters = make(folder)
+        self.runner = Runner(model, Parallel(), torch.device("cuda", 0), torch.bfloat16, max_running, 4096)
+        self.runner.allocate(max_running * 64, POOL_PAGES)
+        self._step_id = 0
+
+    def begin(self, case: Case) -> None:
+        pages: list[list[int]] = []
+        for name in case.names:
+            rank = json.loads((self._adapters / name / "adapter_config.json").read_text())["r"]
+            first = sum(map(len, pages))
+            pages.append(list(range(first, first + -(-rank // 8))))
+        loads = [AdapterLoad(str(self._adapters / name), page_ids) for name, page_ids in zip(case.names, pages, strict=True)]
+        prompt = list(range(100, 100 + NUM_PROMPT))
+        admissions = [Admission(i, prompt, [], 0, pages[i % len(pages)] if pages else [], Sampling()) for i in range(case.rows)]
+        blocks = [list(range(64 * i, 64 * (i + 1))) for i in range(case.rows)]
+        self._run(Step(0, loads, admissions, [Row(i, NUM_PROMPT, blocks[i], True) for i in range(case.rows)]))
+        self._rows = [Row(i, 1, [], True) for i in range(case.rows)]
+
+    def decode(self, num_steps: int) -> None:
+        """One ahead, as a rank does it."""
+        launched = self.runner.launch(Step(1, [], [], self._rows))
+        for _ in range(num_steps - 1):
+            following = self.runner.launch(Step(1, [], [], self._rows))
+            launched.result()
+            launched = following
+        launched.result()
+
+    def _run(self, step: Step) -> None:
+        assert not self.runner.execute(step).failed_loads
+
+
+def kernels(decoding: Decoding) -> tuple[float, Counter[str]]:
+    """Milliseconds a step from its start to its end, and of each kernel."""
+    decoding.decode(5)
+    started, ended = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+    started.record()
+    decoding.decode(NUM_STEPS)
+    ended.record()
+    torch.cuda.synchronize()
+    with profile(activities=[ProfilerActivity.CUDA]) as profiled:
+        decoding.decode(NUM_STEPS)
+        torch.cuda.synchronize()
+    times: Counter[str] = Counter()
+    for event in profiled.key_averages():
+        times[f"{event.key[:90]} x{event.count / NUM_STEPS:g}"] += event.self_device_time_total / NUM_STEPS / 1000
+    return started.elapsed_time(ended) / NUM_STEPS, times
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--folder", type=Path, default=Path("/dev/shm/loray"))
+    parser.add_argument("--rows", type=int, default=32)
+    parser.add_argument("--adapters", type=int, nargs="+", default=[0, 8, 32])
+    arguments = parser.parse_args()
+    decoding = Decoding(arguments.folder, arguments.rows)
+    for count in arguments.adapters:
+        case = Case(arguments.rows, count)
+        decoding.begin(case)
+        step_ms, times = kernels(decoding)
+        print(f"{case.rows} rows, {case.adapters} adapters: {step_ms:.3f} ms a step, {times.total():.3f} ms of kernels")
+        for name, milliseconds in times.most_common(16):
+            print(f"  {milliseconds:7.3f}  {name}")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,25 @@
+"""The most probable token of each row and its log-probability. Plain torch; on a GPU greedy_triton.py does it."""
+
+import torch
+from torch import Tensor
+
+LOWEST_LOGPROB = -9999.0  # stands for a log-probability that is no finite number
+
+
+def greedy(logits: Tensor) -> tuple[Tensor, Tensor]:
+    """argmax(logits), the lowest id among equals, [num_rows] int64; log_softmax(logits) at it, [num_rows] float32.
+
+    logits [num_rows, vocab_size]. NaN counts as minus infinity for the argmax; it and infinities may leave no log-probability.
+    """
+    if logits.is_cuda:
+        from loray.kernels.greedy_triton import greedy as on_gpu  # needs Triton, which a machine without a GPU may lack
+
+        return on_gpu(logits)
+    logits = logits.float()
+    tokens = logits.argmax(-1)
+    chosen = logits.gather(1, tokens[:, None]).squeeze(1)
+    if chosen.isnan().any():  # argmax takes NaN for the largest
+        tokens = logits.nan_to_num(nan=-torch.inf, posinf=torch.inf, neginf=-torch.inf).argmax(-1)
+        chosen = logits.gather(1, tokens[:, None]).squeeze(1)
+    logprobs = chosen - logits.logsumexp(-1)
+    return tokens, torch.nan_to_num(logprobs, nan=LOWEST_LOGPROB, neginf=LOWEST_LOGPROB, posinf=LOWEST_LOGPROB)

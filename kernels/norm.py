@@ -1,0 +1,50 @@
+"""Root-mean-square normalisation, alone or after adding to the residual. Plain torch; on a GPU norm_triton.py does it."""
+
+from functools import lru_cache
+
+import torch
+from torch import Tensor
+
+from loray.kernels.delta import plus_delta
+
+
+def rms_norm(x: Tensor, weight: Tensor, eps: float, out: Tensor | None = None) -> Tensor:
+    """x / sqrt(mean(x²) + eps) rounded to x's dtype, times weight; the root in float32.
+
+    x [num_tokens, size] or [num_tokens, num_heads, size], weight [size]; out may be x itself.
+    """
+    if x.is_cuda:
+        from loray.kernels.norm_triton import rms_norm as on_gpu  # needs Triton, which a machine without a GPU may lack
+
+        return on_gpu(x, weight, eps, out)
+    # As few calls as can be: a third of F.rms_norm's time for one token.
+    norm = torch.linalg.vector_norm(x, dim=-1, keepdim=True, dtype=torch.float32)
+    rms = norm.mul_(x.shape[-1] ** -0.5).hypot_(_sqrt(eps))
+    normed = (x / rms).to(x.dtype).mul_(weight)
+    return normed if out is None else out.copy_(normed)
+
+
+def add_rms_norm(
+    x: Tensor,
+    y: Tensor,
+    weight: Tensor,
+    eps: float,
+    scale: float = 1.0,
+    delta: Tensor | None = None,
+    has_delta: Tensor | None = None,
+) -> Tensor:
+    """x += scale * y in place, rounded to x's dtype; then rms_norm(x). x, y and the result [num_tokens, size].
+
+    delta [num_tokens, size] is first added to y for the tokens that have one: has_delta [num_tokens] int32, 0 = no.
+    """
+    if x.is_cuda:
+        from loray.kernels.norm_triton import add_rms_norm as on_gpu
+
+        return on_gpu(x, y, weight, eps, scale, delta, has_delta)
+    return rms_norm(x.add_(plus_delta(y, delta, has_delta), alpha=scale), weight, eps)
+
+
+@lru_cache
+def _sqrt(eps: float) -> Tensor:
+    """hypot takes tensors alone, and making one costs as much as the call."""
+    return torch.tensor(eps**0.5, dtype=torch.float32, device="cpu")

@@ -1,0 +1,67 @@
+"""Prefill attention over contiguous ragged sequences: flash-attn, else PyTorch's own variable-length kernel. Knows no cache.
+
+Both take float16 and bfloat16 on GPUs from Ampere on; whatever they refuse, paged_prefill.py does.
+"""
+
+import inspect
+from collections.abc import Callable
+from functools import cache
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn.attention.varlen import varlen_attn
+
+from loray.kernels.attention import Scoring, attend
+
+FLASH_ATTN, TORCH_VARLEN, TRITON, PLAIN = "flash-attn", "torch varlen", "triton paged", "torch"
+MAX_HEAD_DIM = 256
+AMPERE = (8, 0)
+# PyTorch 2.11 shares key heads among query heads unasked, 2.12 and later want to be told.
+GQA_OPTION: dict[str, Any] = {"enable_gqa": True} if "enable_gqa" in inspect.signature(varlen_attn).parameters else {}
+
+
+@cache
+def _flash_attn() -> Callable[..., Tensor] | None:
+    try:
+        from flash_attn import flash_attn_varlen_func
+    except (ImportError, OSError):  # absent, or built for another PyTorch
+        return None
+    return flash_attn_varlen_func
+
+
+@cache
+def backend(device: torch.device, dtype: torch.dtype, kv_dtype: torch.dtype, head_dim: int, scoring: Scoring) -> str:
+    """What attends prompts: FLASH_ATTN and TORCH_VARLEN by `varlen_attention`, TRITON by `paged_prefill`; PLAIN, off a GPU, by either."""
+    if device.type != "cuda":
+        return PLAIN
+    is_half = dtype in (torch.float16, torch.bfloat16) and kv_dtype == dtype
+    if not is_half or head_dim > MAX_HEAD_DIM or head_dim % 8 or torch.cuda.get_device_capability(device) < AMPERE:
+        return TRITON
+    if _flash_attn() is not None:
+        return FLASH_ATTN
+    return TRITON if scoring.cap else TORCH_VARLEN
+
+
+def varlen_attention(q: Tensor, k: Tensor, v: Tensor, cu_q: Tensor, cu_k: Tensor, max_q: int, max_k: int, scoring: Scoring) -> Tensor:
+    """softmax(cap(scale * q k)) v of each query over its sequence's keys up to itself; its queries are the last of its keys.
+
+    q [total_q, num_heads, head_dim] -> the same; k, v [total_k, num_kv_heads, head_dim]; rows may lie apart.
+    cu_q, cu_k [num_seqs + 1] int32, where each sequence begins; max_q, max_k the most of one sequence.
+    """
+    if not q.is_cuda:
+        return _one_by_one(q, k, v, cu_q, cu_k, scoring)
+    window = (scoring.window - 1 if scoring.window else -1, 0)  # keys before the query's own, and after it
+    if (flash_attn := _flash_attn()) is not None:
+        return flash_attn(
+            q, k, v, cu_q, cu_k, max_q, max_k, softmax_scale=scoring.scale, causal=True, window_size=window, softcap=scoring.cap
+        )
+    assert not scoring.cap, "PyTorch's kernel knows no cap: backend() says who does"
+    out = varlen_attn(q, k, v, cu_q, cu_k, max_q, max_k, scale=scoring.scale, window_size=window, **GQA_OPTION)
+    assert isinstance(out, Tensor), "nothing but the result was asked for"
+    return out
+
+
+def _one_by_one(q: Tensor, k: Tensor, v: Tensor, cu_q: Tensor, cu_k: Tensor, scoring: Scoring) -> Tensor:
+    queries, keys, values = (x.split(cu.diff().tolist()) for x, cu in ((q, cu_q), (k, cu_k), (v, cu_k)))
+    return torch.cat([attend(*of_seq, scoring) for of_seq in zip(queries, keys, values, strict=True)])

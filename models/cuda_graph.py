@@ -1,0 +1,92 @@
+"""Decodes captured as CUDA graphs, one for each size of batch, with and without LoRA: a step is one launch, not hundreds.
+
+They read and write fixed buffers alone, so they stay valid whatever sequences run and whatever adapters are in the pages.
+"""
+
+import logging
+import time
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from loray.models.adapter import PAGE_RANK
+from loray.models.batch import Batch
+from loray.models.decode_inputs import MAX_PAGES, DecodeInputs
+from loray.models.layout import Layout
+
+logger = logging.getLogger("loray.graphs")
+CAPTURE_S = 60.0  # then no more are captured; steps of the sizes that are missing take the next larger ones
+SECONDS_BETWEEN_NOTES = 2.0
+
+
+class DecodeOutput(NamedTuple):
+    """Overwritten by the next decode."""
+
+    logits: Tensor  # [rows, vocab_size]
+    token_ids: Tensor  # [rows] int64, the most probable
+    logprobs: Tensor  # [rows] float32
+
+
+Decode = Callable[[Batch], DecodeOutput]
+
+
+class DecodeGraphs:
+    def __init__(self, inputs: DecodeInputs, decode: Decode, max_rows: int) -> None:
+        self._inputs = inputs
+        self._decode = decode
+        self._sizes = sizes_up_to(max_rows)
+        self._graphs: dict[tuple[int, bool], tuple[torch.cuda.CUDAGraph, DecodeOutput]] = {}  # by rows, and whether there is LoRA
+
+    def capture(self, has_lora: bool) -> None:
+        """has_lora: whether there are rank pages at all."""
+        started = noted = time.monotonic()
+        wanted = [(size, lora) for size in reversed(self._sizes) for lora in ((False, True) if has_lora else (False,))]
+        pool = torch.cuda.graph_pool_handle()
+        for number, (size, lora) in enumerate(wanted):
+            seconds = time.monotonic() - started
+            if seconds > CAPTURE_S:
+                logger.warning("only %d of %d decodes were captured in %.0f s; smaller batches are padded", number, len(wanted), seconds)
+                break
+            self._graphs[size, lora] = self._captured(size, lora, pool)
+            if time.monotonic() - noted > SECONDS_BETWEEN_NOTES:
+                noted = time.monotonic()
+                logger.info("captured %d of %d decodes", number + 1, len(wanted))
+        logger.info("captured %d decodes, up to %d rows, in %.1f s", len(self._graphs), self._sizes[-1], time.monotonic() - started)
+
+    def can_run(self, layout: Layout) -> bool:
+        num_ranks = max((sum(end - start for start, end in runs) for runs in layout.runs), default=0)
+        return layout.is_decode and num_ranks <= MAX_PAGES * PAGE_RANK and self._size(layout) is not None
+
+    def run(self, layout: Layout) -> DecodeOutput:
+        """The layout's rows come first."""
+        size = self._size(layout)
+        assert size is not None, "the caller asks can_run first"
+        self._inputs.fill(layout, size)
+        graph, output = self._graphs[size, any(layout.runs)]
+        graph.replay()
+        num_rows = len(layout.slots)
+        return DecodeOutput(*(tensor[:num_rows] for tensor in output))
+
+    def _size(self, layout: Layout) -> int | None:
+        num_rows, lora = len(layout.slots), any(layout.runs)
+        return next((size for size in self._sizes if size >= num_rows and (size, bool(lora)) in self._graphs), None)
+
+    def _captured(self, size: int, lora: bool, pool: Any) -> tuple[torch.cuda.CUDAGraph, DecodeOutput]:
+        self._run(size, lora)  # once without: kernels are compiled and libraries take their workspaces
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph, pool=pool):
+            output = self._run(size, lora)
+        return graph, output
+
+    def _run(self, size: int, lora: bool) -> DecodeOutput:
+        output = self._decode(self._inputs.batch(size, lora))
+        self._inputs.keep(output.token_ids)
+        return output
+
+
+def sizes_up_to(max_rows: int) -> list[int]:
+    """Batches are padded to the next of these: by few rows where a row more costs something."""
+    sizes = [1, 2, 4, *range(8, 64, 8), *range(64, 128, 16), *range(128, max_rows, 32)]
+    return [size for size in sizes if size < max_rows] + [max_rows]

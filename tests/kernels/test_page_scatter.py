@@ -1,0 +1,33 @@
+"""Adapters' matrices go to their pages by one launch: what is written, and nothing beside it.
+
+With TRITON_INTERPRET=1 it runs without a GPU: `TRITON_INTERPRET=1 pytest -m gpu tests/kernels/test_page_scatter.py`.
+"""
+
+import pytest
+import torch
+
+from tests.kernels.triton_marks import DEVICES, DTYPES, ON_GPU
+
+pytestmark = ON_GPU
+DEVICE = DEVICES["triton"]
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_rows_go_to_their_places_and_zeros_where_there_are_no_more(dtype: torch.dtype) -> None:
+    from loray.kernels.page_scatter import scatter_pages
+
+    pools = [torch.full((64, width), float("nan"), dtype=dtype, device=DEVICE) for width in (24, 700)]
+    source = torch.randn(6000, device="cpu").to(dtype).to(DEVICE)
+    # pool, first row, first column, width, rows, first element, rows there
+    wanted = [(0, 8, 3, 5, 8, 10, 3), (0, 24, 0, 24, 16, 100, 16), (1, 0, 0, 700, 8, 1000, 7), (1, 40, 100, 600, 8, 0, 0)]
+    expected = [pool.clone() for pool in pools]
+    pieces = []
+    for pool, row, column, width, rows, first, num_there in wanted:
+        target = pools[pool]
+        pieces.append((target[row, column:].data_ptr(), target.stride(0), width, rows, first, num_there))
+        part = expected[pool][row : row + rows, column : column + width]
+        part.zero_()
+        part[:num_there] = source[first : first + num_there * width].view(num_there, width)
+    scatter_pages(source, torch.tensor(pieces, device=DEVICE), max(rows * width for _, _, _, width, rows, _, _ in wanted))
+    for found, wanted_pool in zip(pools, expected, strict=True):
+        torch.testing.assert_close(found, wanted_pool, equal_nan=True, rtol=0, atol=0)

@@ -1,0 +1,72 @@
+"""Prefill attention over the paged cache against its definition in float64, with all memory that nobody may read poisoned.
+
+With TRITON_INTERPRET=1 the GPU's kernel runs without a GPU: `TRITON_INTERPRET=1 pytest -m gpu tests/kernels/test_paged_prefill.py`.
+"""
+
+from collections.abc import Sequence
+
+import pytest
+import torch
+from torch import Tensor
+
+from loray.kernels.attention import Scoring
+from loray.kernels.paged_prefill import paged_prefill
+from tests.kernels.test_paged_attention import COMPILED, DEVICE, SCORINGS, TOLERANCE, PagedCase, assert_equal
+from tests.kernels.triton_marks import ON_GPU
+
+BATCHES = {  # of each sequence: its queries, and its keys with them
+    "fresh prompts": [(1, 1), (33, 33), (2, 2)],
+    "chunks behind a prefix": [(5, 37), (1, 90), (40, 41)],
+    "one that has none": [(0, 3), (19, 70), (0, 0)],
+}
+
+
+def starts_of(lens: Sequence[int], device: str = "cpu") -> Tensor:
+    return torch.tensor([0, *lens], dtype=torch.int32, device=device).cumsum(0, dtype=torch.int32)
+
+
+@pytest.mark.parametrize(("heads", "scored"), COMPILED, ids=str)
+@pytest.mark.parametrize("batch", BATCHES)
+def test_the_twin_lets_each_query_see_the_keys_up_to_itself(batch: str, heads: tuple[int, int, int], scored: str) -> None:
+    q_lens, context_lens = zip(*BATCHES[batch], strict=True)
+    case, scoring = PagedCase(context_lens, heads, torch.float32), SCORINGS[scored]
+    q = case.queries(sum(q_lens))
+    actual = paged_prefill(q, case.cache, case.table, starts_of(q_lens), case.context_lens, max(q_lens), scoring)
+    assert_equal(actual, case.expected(q, q_lens, scoring), torch.float32)
+
+
+class TestKernel:
+    pytestmark = ON_GPU
+
+    @pytest.mark.parametrize("dtype", TOLERANCE, ids=str)
+    @pytest.mark.parametrize(("heads", "scored"), [*COMPILED, ((2, 1, 320), "plain")], ids=str)
+    @pytest.mark.parametrize("batch", BATCHES)
+    def test_each_query_sees_the_keys_up_to_itself(self, batch: str, heads: tuple[int, int, int], scored: str, dtype: torch.dtype) -> None:
+        from loray.kernels.paged_prefill_triton import paged_prefill
+
+        q_lens, context_lens = zip(*BATCHES[batch], strict=True)
+        case, scoring = PagedCase(context_lens, heads, dtype, DEVICE), SCORINGS[scored]
+        q = case.queries(sum(q_lens))
+        actual = paged_prefill(q, case.cache, case.table, starts_of(q_lens, DEVICE), case.context_lens, max(q_lens), scoring)
+        assert_equal(actual, case.expected(q, q_lens, scoring), dtype)
+
+    @pytest.mark.parametrize("window", [0, 3, 100])
+    def test_a_prompt_of_several_tiles(self, window: int) -> None:
+        """A narrow window leaves rows of a tile that see none of its first keys."""
+        from loray.kernels.paged_prefill_triton import paged_prefill
+
+        case, scoring = PagedCase([310, 200], (2, 2, 64), torch.float16, DEVICE), Scoring(0.2, window=window)
+        q, q_lens = case.queries(310), [150, 160]
+        actual = paged_prefill(q, case.cache, case.table, starts_of(q_lens, DEVICE), case.context_lens, 160, scoring)
+        assert_equal(actual, case.expected(q, q_lens, scoring), torch.float16)
+
+    def test_an_fp8_cache_is_multiplied_by_its_scales(self) -> None:
+        from loray.kernels.paged_prefill_triton import paged_prefill
+
+        case, scoring = PagedCase([30, 75], (8, 2, 128), torch.float16, DEVICE), Scoring(0.1)
+        q, scales = case.queries(50), torch.tensor([0.5, 3.0], device=DEVICE)
+        case.cache = case.cache.to(torch.float8_e4m3fn)
+        case.keys = [keys.to(torch.float8_e4m3fn).double() * 0.5 for keys in case.keys]
+        case.values = [values.to(torch.float8_e4m3fn).double() * 3.0 for values in case.values]
+        actual = paged_prefill(q, case.cache, case.table, starts_of([20, 30], DEVICE), case.context_lens, 30, scoring, scales)
+        assert_equal(actual, case.expected(q, [20, 30], scoring), torch.float16)

@@ -1,0 +1,136 @@
+"""The way that steps take on a GPU, on a CPU with the kernels' twins: paged attention, padded decodes, results that are fetched late."""
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from loray.models import runner as runner_module
+from loray.models.decode_inputs import DecodeInputs
+from loray.models.layout import lay_out
+from loray.models.step import Admission, Row, Sampling, Step
+from tests.models.conductor import Conductor, Request, prompt_of
+from tests.models.families import FAMILIES, save_family
+from tests.models.sampling_jobs import grammar, save_model
+
+PAGES = {"r4": [9], "r16": [7, 3]}
+
+
+@pytest.fixture
+def paged(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(runner_module, "uses_triton", lambda device: True)
+
+
+@pytest.mark.parametrize("name", ["llama", "gemma2", "gpt2", "mistral"])
+def test_attention_where_the_blocks_lie_gives_the_same_tokens(tmp_path: Path, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    saved = save_family(FAMILIES[name], tmp_path)
+    outputs = []
+    for is_paged in (False, True):
+        monkeypatch.setattr(runner_module, "uses_triton", lambda device, is_paged=is_paged: is_paged)
+        conductor = Conductor(saved.base)
+        for adapter, page_ids in PAGES.items():
+            conductor.load(saved.adapters[adapter], page_ids)
+        requests = [Request(prompt_of(5 + 7 * i, seed=i), page_ids) for i, page_ids in enumerate(([], [9], [7, 3], []))]
+        outputs.append(conductor.play(requests, chunk=6, stagger=1))
+    for expected, found in zip(*outputs, strict=True):
+        assert found.token_ids == expected.token_ids
+        assert found.logprobs == pytest.approx(expected.logprobs, abs=1e-4)
+
+
+@pytest.mark.usefixtures("paged")
+def test_a_decode_from_fixed_buffers_gives_the_tokens_of_any_other_and_touches_nobody_elses(base: Path) -> None:
+    conductor = Conductor(base, max_running=8)
+    runner = conductor.runner
+    rows = [Row(slot, 5 + slot, conductor.blocks(slot, 0, 5 + slot), True) for slot in (0, 3, 5)]
+    admissions = [Admission(row.slot, prompt_of(row.num_tokens, seed=row.slot), [], 0, [], Sampling()) for row in rows]
+    conductor.step(rows, admissions)
+    assert runner._table is not None and runner._kv_cache is not None
+    inputs = DecodeInputs(8, runner._tokens, runner._table.blocks)
+    for _ in range(3):
+        decodes = [Row(row.slot, 1, [], True) for row in rows]
+        layout = lay_out(decodes, runner._slots, 16)
+        inputs.fill(layout, num_rows=8)
+        tokens, cache = runner._tokens.clone(), [layer.clone() for layer in runner._kv_cache.layers]
+        with torch.inference_mode():
+            output = runner._decode(inputs.batch(8, has_lora=False))
+            inputs.keep(output.token_ids)
+        found, written = output.token_ids[:3].tolist(), runner._tokens.clone()
+        changed = (written != tokens).nonzero()[:, 0].unique().tolist()
+        assert set(changed) <= {0, 3, 5, 8}  # 8: the row of nobody
+        for before, layer in zip(cache, runner._kv_cache.layers, strict=True):
+            where = (layer != before).flatten(2).any(2).nonzero()
+            assert {int(block) * 16 + int(offset) for block, offset in where} == set(layout.kv_slots.tolist())
+        runner._tokens.copy_(tokens)  # the same once more, as other steps are computed
+        expected, _, _ = conductor.step(decodes)
+        assert found == expected
+
+
+@pytest.mark.usefixtures("paged")
+def test_what_an_earlier_decode_left_in_the_buffers_does_not_show(base: Path) -> None:
+    runner = Conductor(base, max_running=8).runner
+    assert runner._table is not None
+    inputs = DecodeInputs(8, runner._tokens, runner._table.blocks)
+    runner._slots.runs[:4] = [((0, 8),), ((8, 24),), ((8, 24),), ()]
+    for rows in ([0, 1, 2, 3], [3, 1]):
+        layout = lay_out([Row(slot, 1, [], True) for slot in rows], runner._slots, 16)
+        inputs.fill(layout, num_rows=4)
+    segments = inputs._segments(4)
+    assert segments.blocks.tolist() == [[1, 1, 0, 2], [0, 0, 0, 0], [0, 0, 0, 0], [0, 0, 0, 0]]  # the base model's row comes first
+    assert segments.page_ids[:2].tolist() == [1, 2] and segments.is_updated.tolist() == [0, 1, 0, 0]
+
+
+def pipelined(conductor: Conductor, requests: list[Request], num_new: int) -> list[list[int]]:
+    """As a rank does it: each step is launched before the results of the one before are fetched."""
+    rows = [Row(i, len(r.prompt), conductor.blocks(i, 0, len(r.prompt)), True) for i, r in enumerate(requests)]
+    admissions = [Admission(i, r.prompt, [], 0, r.page_ids, r.sampling) for i, r in enumerate(requests)]
+    launched = conductor.runner.launch(Step(1, [], admissions, rows))
+    outputs: list[list[int]] = [[] for _ in requests]
+    for number in range(1, num_new + 1):
+        following = None
+        if number < num_new:
+            lengths = [len(r.prompt) + number - 1 for r in requests]
+            decodes = [Row(i, 1, conductor.blocks(i, length, length + 1), True) for i, length in enumerate(lengths)]
+            following = conductor.runner.launch(Step(number + 1, [], [], decodes))
+        for output, token_id in zip(outputs, launched.result().token_ids, strict=True):
+            output.append(token_id)
+        if following:
+            launched = following
+    return outputs
+
+
+def test_results_may_be_fetched_a_step_late_also_where_grammars_need_them_before(tmp_path: Path) -> None:
+    folder = save_model(tmp_path / "model")
+    digits = Sampling(temperature=1.0, seed=3, grammar=grammar(folder, regex="[0-9]{12}"))
+    for samplings in ([Sampling(), Sampling(temperature=0.9, seed=1)], [Sampling(), digits]):
+        requests = [Request(prompt_of(9, seed=i), [], sampling) for i, sampling in enumerate(samplings)]
+        expected = [output.token_ids for output in Conductor(folder).play(requests)]
+        assert pipelined(Conductor(folder), requests, num_new=8) == expected
+
+
+def test_a_slot_that_is_admitted_anew_with_a_grammar_owes_nothing_to_the_step_before(tmp_path: Path) -> None:
+    folder = save_model(tmp_path / "model")
+    conductor = Conductor(folder)
+    prompt = prompt_of(9)
+    plain = Step(1, [], [Admission(0, prompt, [], 0, [], Sampling())], [Row(0, 9, conductor.blocks(0, 0, 9), True)])
+    bound = Sampling(grammar=grammar(folder, regex="[0-9]{3}"))
+    anew = Step(2, [], [Admission(0, prompt, [], 0, [], bound)], [Row(0, 9, conductor.blocks(0, 0, 9), True)])
+    first = conductor.runner.launch(plain)
+    second = conductor.runner.launch(anew)
+    assert not first.result().failed_rows and not second.result().failed_rows
+
+
+def test_the_layout_puts_decodes_first_then_adapters_in_their_order_and_leads_back() -> None:
+    from loray.models.slots import Slots
+
+    slots = Slots.empty(6, 4)
+    slots.runs = [((16, 24),), (), ((0, 8),), (), ((16, 24),), ()]
+    slots.num_computed[:] = [4, 0, 7, 2, 1, 0]
+    rows = [Row(0, 1, [], True), Row(1, 3, [], False), Row(2, 1, [], True), Row(3, 1, [], True), Row(4, 2, [], True)]
+    layout = lay_out(rows, slots, 16)
+    assert layout.slots.tolist() == [3, 2, 0, 1, 4]
+    assert layout.positions.tolist() == [2, 7, 4, 0, 1, 2, 1, 2]
+    assert layout.sample_slots.tolist() == [3, 2, 0, 4] and layout.sample_tokens.tolist() == [0, 1, 2, 7]
+    assert np.array(["3", "2", "0", "4"])[layout.result_order].tolist() == ["0", "2", "3", "4"]
+    assert layout.first_tokens.tolist() == [2, 3, 1, 0, 6]
+    assert not layout.is_decode
