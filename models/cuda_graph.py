@@ -1,4 +1,4 @@
-"""Decodes captured as CUDA graphs, one for each size of batch, with and without LoRA: a step is one launch, not hundreds.
+"""Small steps captured as CUDA graphs, one for each number of tokens, with and without LoRA: a step is one launch, not hundreds.
 
 They read and write fixed buffers alone, so they stay valid whatever sequences run and whatever adapters are in the pages.
 """
@@ -19,6 +19,7 @@ from loray.models.layout import Layout
 logger = logging.getLogger("loray.graphs")
 CAPTURE_S = 60.0  # then no more are captured; steps of the sizes that are missing take the next larger ones
 SECONDS_BETWEEN_NOTES = 2.0
+MAX_SCORES = 1 << 16  # of queries and keys in a step with prompts; beyond, a prompt's keys are read too often, once for each query
 
 
 class DecodeOutput(NamedTuple):
@@ -57,20 +58,23 @@ class DecodeGraphs:
 
     def can_run(self, layout: Layout) -> bool:
         num_ranks = max((sum(end - start for start, end in runs) for runs in layout.runs), default=0)
-        return layout.is_decode and num_ranks <= MAX_PAGES * PAGE_RANK and self._size(layout) is not None
+        is_small = layout.is_decode or layout.num_scores <= MAX_SCORES
+        return is_small and num_ranks <= MAX_PAGES * PAGE_RANK and self._size(layout) is not None
 
     def run(self, layout: Layout) -> DecodeOutput:
-        """The layout's rows come first."""
+        """What the layout's samples come from, in their order."""
         size = self._size(layout)
         assert size is not None, "the caller asks can_run first"
         self._inputs.fill(layout, size)
         graph, output = self._graphs[size, any(layout.runs)]
         graph.replay()
-        num_rows = len(layout.slots)
-        return DecodeOutput(*(tensor[:num_rows] for tensor in output))
+        if layout.is_decode:
+            return DecodeOutput(*(tensor[: len(layout.slots)] for tensor in output))
+        places = torch.from_numpy(layout.sample_tokens).to(output.token_ids.device, non_blocking=True)
+        return DecodeOutput(*(tensor[places] for tensor in output))
 
     def _size(self, layout: Layout) -> int | None:
-        num_rows, lora = len(layout.slots), any(layout.runs)
+        num_rows, lora = len(layout.positions), any(layout.runs)
         return next((size for size in self._sizes if size >= num_rows and (size, bool(lora)) in self._graphs), None)
 
     def _captured(self, size: int, lora: bool, pool: Any) -> tuple[torch.cuda.CUDAGraph, DecodeOutput]:

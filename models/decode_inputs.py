@@ -1,4 +1,8 @@
-"""The fixed buffers from which captured decodes read what a step is about, filled by one copy a step."""
+"""The fixed buffers from which captured steps read what they are about, filled by one copy a step.
+
+Every token is a row of its own, as in a decode: keys and values are stored before anything is attended, so a prompt's token finds those
+before it where a decode would find them.
+"""
 
 import numpy as np
 import torch
@@ -33,7 +37,7 @@ class DecodeInputs:
         self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None  # of LoRA updates
 
     def fill(self, layout: Layout, num_rows: int) -> None:
-        """For a decode of this layout, padded to num_rows with rows that are nobody's."""
+        """For the tokens of this layout, padded to num_rows with rows that are nobody's."""
         self._turn = (self._turn + 1) % NUM_IN_TURN
         copied = self._copied[self._turn]
         if copied is not None:
@@ -73,16 +77,13 @@ class DecodeInputs:
         self._tokens.view(-1).index_copy_(0, places, token_ids.int())
 
     def _fill_rows(self, rows: NDArray[np.int64], layout: Layout) -> None:
-        num_real, num_columns = len(layout.slots), self._tokens.shape[1]
+        num_real, num_columns = len(layout.positions), self._tokens.shape[1]
         nobody = len(self._tokens) - 1
-        rows[:, :num_real] = (
-            layout.slots * num_columns + layout.starts,
-            layout.starts,
-            layout.kv_slots,
-            layout.context_lens,
-            layout.slots * num_columns + layout.context_lens,
-            layout.slots,
-        )
+        slots = layout.token_slots
+        sample_places = np.full(num_real, nobody * num_columns)
+        sample_places[layout.sample_tokens] = layout.sample_slots * num_columns + layout.sample_positions
+        token_places = slots * num_columns + layout.positions
+        rows[:, :num_real] = (token_places, layout.positions, layout.kv_slots, layout.positions + 1, sample_places, slots)
         rows[:, num_real:] = np.array([[nobody * num_columns], [0], [NOWHERE], [0], [nobody * num_columns], [nobody]])
 
     def _segments(self, num_rows: int) -> LoraSegments:

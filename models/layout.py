@@ -54,6 +54,11 @@ class Layout:
         return bool((self.num_tokens == 1).all() and self.samples.all())
 
     @property
+    def num_scores(self) -> int:
+        """Pairs of a query and a key."""
+        return int(self.positions.sum()) + len(self.positions)
+
+    @property
     def sample_tokens(self) -> Ints:
         """[num_samples] places in the batch."""
         return (self.offsets + self.num_tokens - 1)[self.samples]

@@ -30,6 +30,9 @@ class Pooler:
             assert admission.num_computed == 0, "an embedding needs the hidden states of all its tokens"
             self._pools[admission.slot] = _Pool(admission.pooling, len(admission.token_ids))
 
+    def __contains__(self, slot: int) -> bool:
+        return slot in self._pools
+
     def without_samples(self, rows: list[Row]) -> list[Row]:
         """The rows as the head needs them: one that pools yields no token."""
         if not self._pools:

@@ -160,8 +160,7 @@ class Runner:
         assert self._kv_cache is not None, "a step came before allocate"
         self._extend(step, self._kv_cache)
         layout = lay_out(self._pooler.without_samples(step.rows), self._slots, self._block_size)
-        is_special = any(special_rows(layout.runs, layout.num_tokens.tolist(), layout.samples.tolist(), self._lora.specials))
-        if self._graphs is not None and not is_special and self._graphs.can_run(layout):
+        if self._graphs is not None and self._is_plain(step.rows, layout) and self._graphs.can_run(layout):
             drawn, embeddings = self._replay(layout, self._graphs), []
         else:
             batch = self._planner.batch(layout)
@@ -173,10 +172,15 @@ class Runner:
             self._slots.num_computed[row.slot] += row.num_tokens
         return drawn, layout, embeddings
 
+    def _is_plain(self, rows: list[Row], layout: Layout) -> bool:
+        """Whether nothing but tokens is wanted, and no adapter has more than pages."""
+        is_special = any(special_rows(layout.runs, layout.num_tokens.tolist(), layout.samples.tolist(), self._lora.specials))
+        return not is_special and not any(row.slot in self._prompts or row.slot in self._pooler for row in rows)
+
     def _replay(self, layout: Layout, graphs: DecodeGraphs) -> Drawn:
         logits, token_ids, logprobs = graphs.run(layout)
-        if self._sampling.is_plain(layout.slots):
-            return Drawn(layout.slots.tolist(), ToHost(token_ids, logprobs), ToHost(), {})
+        if self._sampling.is_plain(layout.sample_slots):
+            return Drawn(layout.sample_slots.tolist(), ToHost(token_ids, logprobs), ToHost(), {})
         return self._sampling.sample(logits, layout.sample_slots, layout.sample_positions)
 
     def _sample(self, layout: Layout, batch: Batch, hidden: Tensor) -> Drawn:

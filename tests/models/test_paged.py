@@ -67,6 +67,32 @@ def test_a_decode_from_fixed_buffers_gives_the_tokens_of_any_other_and_touches_n
 
 
 @pytest.mark.usefixtures("paged")
+def test_a_prompts_tokens_can_be_rows_of_their_own(base: Path) -> None:
+    """Chunks of prompts beside a decode, from fixed buffers: the tokens that come of it, and what the next steps find in the cache."""
+    fixed, usual = Conductor(base, max_running=4), Conductor(base, max_running=4)
+    runner = fixed.runner
+    assert runner._table is not None
+    inputs = DecodeInputs(32, runner._tokens, runner._table.blocks)
+    rows = [Row(1, 6, fixed.blocks(1, 0, 6), False), Row(2, 9, fixed.blocks(2, 0, 9), True)]
+    admissions = [Admission(1, prompt_of(17, seed=1), [], 0, [], Sampling()), Admission(2, prompt_of(9, seed=2), [], 0, [], Sampling())]
+    for conductor in (fixed, usual):
+        conductor.step(rows, admissions)
+    following = [Row(2, 1, [], True), Row(1, 11, fixed.blocks(1, 6, 17), True)]
+    expected, _, _ = usual.step(following)
+    with torch.inference_mode():
+        runner._extend(Step(0, [], [], following), runner._kv_cache)
+        layout = lay_out(following, runner._slots, 16)
+        inputs.fill(layout, num_rows=16)
+        output = runner._decode(inputs.batch(16, has_lora=False))
+        inputs.keep(output.token_ids)
+    for row in following:
+        runner._slots.num_computed[row.slot] += row.num_tokens
+    assert output.token_ids[layout.sample_tokens][layout.result_order].tolist() == expected
+    last = [Row(1, 1, fixed.blocks(1, 17, 18), True), Row(2, 1, fixed.blocks(2, 10, 11), True)]
+    assert fixed.step(last)[0] == usual.step(last)[0]
+
+
+@pytest.mark.usefixtures("paged")
 def test_what_an_earlier_decode_left_in_the_buffers_does_not_show(base: Path) -> None:
     runner = Conductor(base, max_running=8).runner
     assert runner._table is not None
