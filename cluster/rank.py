@@ -29,7 +29,8 @@ if TYPE_CHECKING:  # imported when a rank loads: the driver, which makes ranks, 
 
 logger = logging.getLogger("loray.rank")
 
-READ_AHEAD_S = 10.0
+READ_AHEAD_S, READ_AT_LAST_S = 10.0, 60.0  # after the start, at the earliest and at the latest
+QUIET_S = 2.0  # without a step, before anything is read ahead
 
 
 class RankSpec(msgspec.Struct, frozen=True):
@@ -55,6 +56,7 @@ class Rank:
         os.environ.setdefault("GOMP_SPINCOUNT", "2000")
         self._rank = rank
         self._spec = spec
+        self._last_step = 0.0
 
     def pid(self) -> int:
         return os.getpid()
@@ -111,6 +113,7 @@ class Rank:
         while True:
             step = receiver.receive(until=(lambda: launched[0].is_done) if launched else None)
             if step is not None:
+                self._last_step = time.monotonic()
                 loader.prepare(step)
                 launched.append(self._runner.launch(step))
                 loader.drop(step)
@@ -120,8 +123,11 @@ class Rank:
                     receiver.reply(result)
 
     def _read_ahead(self) -> None:
-        """What the first grammar needs and takes seconds to read: no sequence is to wait for it, nor the first answers of all."""
+        """What the first grammar needs and takes seconds to read, when nobody waits for a token: those of all would come late."""
+        latest = time.monotonic() + READ_AT_LAST_S
         time.sleep(READ_AHEAD_S)
+        while time.monotonic() < min(latest, self._last_step + QUIET_S):
+            time.sleep(QUIET_S / 2)
         try:
             self._runner.grammars.vocabulary()
         except Exception as error:  # those who ask for a grammar are told

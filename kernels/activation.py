@@ -4,7 +4,7 @@ from collections.abc import Callable
 
 from torch import Tensor
 
-from loray.kernels.delta import plus_delta
+from loray.kernels.delta import Parted
 
 # transformers' and torch's classes -> what the kernel calls them
 KERNEL_NAMES = {
@@ -16,16 +16,11 @@ KERNEL_NAMES = {
 }
 
 
-def gate(
-    act: Callable[[Tensor], Tensor], gate_up: Tensor, delta: Tensor | None = None, has_delta: Tensor | None = None
-) -> Tensor:  # [num_tokens, intermediate]
-    """act(gate) * up, each rounded to the model's dtype. gate_up [num_tokens, 2 * intermediate], gate | up.
-
-    delta [num_tokens, 2 * intermediate] is first added to it for the tokens that have one: has_delta [num_tokens] int32, 0 = no.
-    """
-    if gate_up.is_cuda and (name := KERNEL_NAMES.get(type(act).__name__)) is not None:
+def gate(act: Callable[[Tensor], Tensor], gate_up: Parted) -> Tensor:  # [num_tokens, intermediate]
+    """act(gate) * up, each rounded to the model's dtype. gate_up [num_tokens, 2 * intermediate], gate | up."""
+    if gate_up.y.is_cuda and (name := KERNEL_NAMES.get(type(act).__name__)) is not None:
         from loray.kernels.activation_triton import gate as on_gpu  # needs Triton, which a machine without a GPU may lack
 
-        return on_gpu(name, gate_up, delta, has_delta)
-    gated, up = plus_delta(gate_up, delta, has_delta).chunk(2, dim=-1)
+        return on_gpu(name, gate_up)
+    gated, up = gate_up.joined().chunk(2, dim=-1)
     return act(gated).mul_(up)

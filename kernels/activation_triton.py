@@ -5,26 +5,26 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from loray.kernels.delta import Parted
 from loray.kernels.delta_triton import delta_arguments, load_updated
 
 BLOCK, NUM_WARPS = 1024, 4  # columns of a program: 8 a thread, which are one 16-byte access; an MLP of 14336 is 14 programs a token
 
 
-def gate(name: str, gate_up: Tensor, delta: Tensor | None = None, has_delta: Tensor | None = None) -> Tensor:
+def gate(name: str, gate_up: Parted) -> Tensor:
     """act(gate) * up, each rounded to the model's dtype. gate_up [num_tokens, 2 * intermediate] -> [num_tokens, intermediate].
 
-    `name` is one of KERNEL_NAMES' values. delta [num_tokens, 2 * intermediate] is first added to gate_up for the tokens that have
-    one: has_delta [num_tokens] int32, 0 = no.
+    `name` is one of KERNEL_NAMES' values.
     """
-    num_tokens, size = len(gate_up), gate_up.shape[1] // 2
-    assert gate_up.dim() == 2 and gate_up.shape[1] % 2 == 0 and gate_up.stride(1) == 1, "rows are contiguous, gate | up"
-    out = torch.empty(num_tokens, size, dtype=gate_up.dtype, device=gate_up.device)
-    added = delta_arguments(gate_up, delta, has_delta)
+    y = gate_up.y
+    num_tokens, size = len(y), y.shape[1] // 2
+    assert y.dim() == 2 and y.shape[1] % 2 == 0 and y.stride(1) == 1, "rows are contiguous, gate | up"
+    out = torch.empty(num_tokens, size, dtype=y.dtype, device=y.device)
     _gate_kernel[(num_tokens, triton.cdiv(size, BLOCK))](
-        *(gate_up, out, *added, gate_up.stride(0)),
+        *(y, out, *delta_arguments(gate_up), y.stride(0)),
         SIZE=size,
         NAME=name,
-        HAS_DELTA=delta is not None,
+        HAS_DELTA=gate_up.delta is not None,
         BLOCK_C=BLOCK,
         num_warps=NUM_WARPS,
     )

@@ -15,6 +15,17 @@ class Scoring:
     cap: float = 0.0  # scores are squeezed into (-cap, cap) by tanh; 0 = not
 
 
+@dataclass(frozen=True, slots=True)
+class PromptWork:
+    """Of the sequences with several tokens: where each one's queries and keys begin, were they laid one after another."""
+
+    first_queries: Tensor  # [num_seqs + 1] int32
+    first_keys: Tensor  # [num_seqs + 1] int32
+    num_keys: int
+    longest: int  # queries of a sequence (or more)
+    longest_context: int
+
+
 def attend(q: Tensor, keys: Tensor, values: Tensor, scoring: Scoring) -> Tensor:
     """softmax(cap(scale * q k)) v for one sequence whose queries are its last tokens, in float32; without keys zeros.
 

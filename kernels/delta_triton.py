@@ -6,6 +6,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from loray.kernels.delta import Parted
+
 
 class DeltaArguments(NamedTuple):
     """Of a kernel. Without a delta the pointers are those of y and never read."""
@@ -15,11 +17,12 @@ class DeltaArguments(NamedTuple):
     stride: int  # of delta's rows
 
 
-def delta_arguments(y: Tensor, delta: Tensor | None, has_delta: Tensor | None) -> DeltaArguments:
+def delta_arguments(parted: Parted) -> DeltaArguments:
+    y, delta, has_delta = parted
     if delta is None:
         return DeltaArguments(y, y, 0)
     assert has_delta is not None and has_delta.is_contiguous() and len(has_delta) == len(y), "one flag for each token"
-    assert delta.numel() == y.numel() and delta.stride(-1) == 1, "a delta has y's shape and contiguous rows"
+    assert delta.shape == y.shape and delta.stride(1) == 1, "a delta has y's shape and contiguous rows"
     return DeltaArguments(delta, has_delta, delta.stride(0))
 
 

@@ -11,7 +11,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from loray.kernels.delta import plus_delta
+from loray.kernels.delta import Parted
 
 MAX_KEPT_VIEWS = 128  # a layer keeps about 2 KB for each
 SHORT_BLOCK, LONG_BLOCK = 16, 64  # tokens of one block on a GPU
@@ -54,17 +54,6 @@ class LoraSegments:
     max_pages: int  # of one adapter
     page_rank: int  # ranks of a page
     stream: "torch.cuda.Stream | None" = None  # where updates are computed beside the product with the base weight; None = after it
-
-
-class Parted(NamedTuple):
-    """A layer's output, and what is still to be added to it where LoRA was computed beside it: whoever reads it next adds it up."""
-
-    y: Tensor  # [num_tokens, outputs]
-    delta: Tensor | None = None  # [num_tokens, outputs]
-    has_delta: Tensor | None = None  # [num_tokens] int32: where it is 0, delta is anything
-
-    def joined(self) -> Tensor:
-        return plus_delta(*self)
 
 
 LoraWork = tuple[LoraGroup, ...] | LoraSegments  # of one step: groups on a CPU, segments on a GPU; empty groups = nothing to add

@@ -5,7 +5,7 @@ from functools import lru_cache
 import torch
 from torch import Tensor
 
-from loray.kernels.delta import plus_delta
+from loray.kernels.delta import Parted
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float, out: Tensor | None = None) -> Tensor:
@@ -24,24 +24,13 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float, out: Tensor | None = None) -
     return normed if out is None else out.copy_(normed)
 
 
-def add_rms_norm(
-    x: Tensor,
-    y: Tensor,
-    weight: Tensor,
-    eps: float,
-    scale: float = 1.0,
-    delta: Tensor | None = None,
-    has_delta: Tensor | None = None,
-) -> Tensor:
-    """x += scale * y in place, rounded to x's dtype; then rms_norm(x). x, y and the result [num_tokens, size].
-
-    delta [num_tokens, size] is first added to y for the tokens that have one: has_delta [num_tokens] int32, 0 = no.
-    """
+def add_rms_norm(x: Tensor, added: Parted, weight: Tensor, eps: float, scale: float = 1.0) -> Tensor:
+    """x += scale * added in place, rounded to x's dtype; then rms_norm(x). x, added and the result [num_tokens, size]."""
     if x.is_cuda:
         from loray.kernels.norm_triton import add_rms_norm as on_gpu
 
-        return on_gpu(x, y, weight, eps, scale, delta, has_delta)
-    return rms_norm(x.add_(plus_delta(y, delta, has_delta), alpha=scale), weight, eps)
+        return on_gpu(x, added, weight, eps, scale)
+    return rms_norm(x.add_(added.joined(), alpha=scale), weight, eps)
 
 
 @lru_cache

@@ -5,6 +5,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from loray.kernels.delta import Parted
 from loray.kernels.delta_triton import delta_arguments, load_updated
 
 MAX_SIZE = 16384  # a row lies in the registers of one program
@@ -26,24 +27,19 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float, out: Tensor | None = None) -
     return out
 
 
-def add_rms_norm(
-    x: Tensor, y: Tensor, weight: Tensor, eps: float, scale: float, delta: Tensor | None = None, has_delta: Tensor | None = None
-) -> Tensor:
-    """x += scale * y in place, rounded to x's dtype; then rms_norm(x). x, y and the result [num_tokens, size].
-
-    delta [num_tokens, size] is first added to y for the tokens that have one: has_delta [num_tokens] int32, 0 = no.
-    """
+def add_rms_norm(x: Tensor, added: Parted, weight: Tensor, eps: float, scale: float = 1.0) -> Tensor:
+    """x += scale * added in place, rounded to x's dtype; then rms_norm(x). x, added and the result [num_tokens, size]."""
+    y = added.y
     num_tokens, size = x.shape
     assert y.shape == x.shape and weight.shape == (size,)
     assert x.stride(1) == 1 and y.stride(1) == 1 and weight.is_contiguous(), "rows are contiguous"
     out = torch.empty(num_tokens, size, dtype=x.dtype, device=x.device)
-    added = delta_arguments(y, delta, has_delta)
     block, num_warps = _block(size)
     _add_rms_norm_kernel[(num_tokens,)](
-        *(x, y, weight, out, eps, float(scale), *added, x.stride(0), y.stride(0)),
+        *(x, y, weight, out, eps, float(scale), *delta_arguments(added), x.stride(0), y.stride(0)),
         SIZE=size,
         BLOCK=block,
-        HAS_DELTA=delta is not None,
+        HAS_DELTA=added.delta is not None,
         num_warps=num_warps,
     )
     return out

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from loray.kernels.attention import Scoring
 from loray.kernels.attention_triton import FIRST_MAX, attend_tile, cache_rows
+from loray.kernels.paged_kv import PagedKV
 
 WANTED_PROGRAMS = 264  # two for each of 132 multiprocessors: as many as these hold at once
 MIN_SPLIT_TOKENS = 256  # a smaller share saves less time than the second launch takes
@@ -25,13 +26,12 @@ def num_splits(num_seqs: int, num_kv_heads: int, max_context_len: int) -> int:
     return 1 << (max(limit, 1).bit_length() - 1)
 
 
-def paged_attention(
-    q: Tensor, kv_cache: Tensor, block_table: Tensor, context_lens: Tensor, scoring: Scoring, kv_scales: Tensor | None = None
-) -> Tensor:
-    """softmax(cap(scale * q k)) v of each sequence's last token over its keys in the cache, itself included.
+def paged_attention(q: Tensor, kv: PagedKV, scoring: Scoring) -> Tensor:
+    """softmax(cap(scale * q k)) v of each sequence's last token over its keys in the cache, itself included; zero where it has none.
 
-    q [num_seqs, num_heads, head_dim], rows may lie apart -> the same, contiguous; the rest as in paged_attention.py.
+    q [num_seqs, num_heads, head_dim], rows may lie apart -> the same, contiguous.
     """
+    kv_cache, block_table, context_lens, kv_scales = kv
     num_seqs, num_heads, head_dim = q.shape
     block_size, num_kv_heads = kv_cache.shape[1], kv_cache.shape[2] // 2
     assert q.stride(1) == head_dim and q.stride(2) == 1 and kv_cache.is_contiguous(), "heads lie together"

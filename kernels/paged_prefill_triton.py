@@ -8,8 +8,9 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from loray.kernels.attention import Scoring
+from loray.kernels.attention import PromptWork, Scoring
 from loray.kernels.attention_triton import FIRST_MAX, attend_tile, cache_rows
+from loray.kernels.paged_kv import PagedKV
 
 MAX_DIMS = 512
 
@@ -21,20 +22,13 @@ def _tile(head_dims: int, is_float32: bool) -> tuple[int, int, int]:
     return (128, 64, 8) if head_dims <= 128 else (64, 64, 8) if head_dims <= 256 else (32, 32, 8)
 
 
-def paged_prefill(
-    q: Tensor,
-    kv_cache: Tensor,
-    block_table: Tensor,
-    cu_q: Tensor,
-    context_lens: Tensor,
-    max_q: int,
-    scoring: Scoring,
-    kv_scales: Tensor | None = None,
-) -> Tensor:
+def paged_prefill(q: Tensor, kv: PagedKV, prompts: PromptWork, scoring: Scoring) -> Tensor:
     """softmax(cap(scale * q k)) v of each query over its sequence's keys in the cache up to itself.
 
     q [num_tokens, num_heads, head_dim], rows may lie apart -> the same, contiguous; the rest as in paged_prefill.py.
     """
+    kv_cache, block_table, context_lens, kv_scales = kv
+    cu_q = prompts.first_queries
     num_tokens, num_heads, head_dim = q.shape
     block_size, num_kv_heads = kv_cache.shape[1], kv_cache.shape[2] // 2
     assert q.stride(1) == head_dim and q.stride(2) == 1 and kv_cache.is_contiguous(), "heads lie together"
@@ -45,7 +39,7 @@ def paged_prefill(
     dims = max(16, triton.next_power_of_2(head_dim))  # tensor cores multiply at least 16
     assert dims <= MAX_DIMS, "a head's sums fit into registers"
     rows, keys, num_warps = _tile(dims, q.dtype == torch.float32)
-    num_tiles = triton.cdiv(max_q * (num_heads // num_kv_heads), rows)
+    num_tiles = triton.cdiv(prompts.longest * (num_heads // num_kv_heads), rows)
     _prefill_kernel[(num_tiles, num_kv_heads, len(context_lens))](
         *(q, kv_cache, block_table, cu_q, context_lens, kv_scales, out, q.stride(0), block_table.stride(0), scoring.scale, scoring.cap),
         *(num_heads, num_kv_heads, head_dim, block_size, scoring.window, scoring.cap > 0),

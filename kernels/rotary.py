@@ -6,7 +6,7 @@ Plain torch; on a GPU rotary_triton.py does both in one launch.
 import torch
 from torch import Tensor
 
-from loray.kernels.delta import plus_delta
+from loray.kernels.delta import Parted
 from loray.kernels.kv_store import store_kv
 
 
@@ -21,35 +21,30 @@ def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> None:
 
 
 def rotate_and_store(
-    qkv: Tensor,
-    cos: Tensor | None,
-    sin: Tensor | None,
+    qkv: Parted,
+    rope: tuple[Tensor, Tensor] | None,
     kv_cache: Tensor,
     slots: Tensor,
     num_heads: int,
-    num_kv_heads: int,
-    *,
     kv_scales: Tensor | None = None,
-    delta: Tensor | None = None,
-    has_delta: Tensor | None = None,
 ) -> None:
-    """qkv += delta for the tokens that have one; `rotate` q and k in place; kv_cache[slot] = k | v, and nothing for a slot of -1.
+    """qkv.y += its delta; `rotate` q and k in it; kv_cache[slot] = k | v, and nothing for a slot of -1.
 
-    qkv [num_tokens, num_heads + 2 * num_kv_heads, head_dim]; cos, sin [num_tokens, 1, rotary_dim], None = no rotary positions;
+    qkv [num_tokens, (num_heads + 2 * num_kv_heads) * head_dim]; rope: cos and sin [num_tokens, 1, rotary_dim], None = no rotary positions;
     kv_cache [num_blocks, block_size, 2 * num_kv_heads, head_dim]; slots [num_tokens] int64: block id * block size + offset;
-    kv_scales [2] float32, of keys and of values, where the cache is float8: it gets x / scale, at most its largest number;
-    delta of qkv's shape or flat, has_delta [num_tokens] int32, 0 = no.
+    kv_scales [2] float32, of keys and of values, where the cache is float8: it gets x / scale, at most its largest number.
     """
-    if qkv.is_cuda:
+    if qkv.y.is_cuda:
         from loray.kernels.rotary_triton import rotate_and_store as on_gpu  # needs Triton, which a machine without a GPU may lack
 
-        assert kv_cache.shape[2] == 2 * num_kv_heads and qkv.shape[1] == num_heads + 2 * num_kv_heads
-        return on_gpu(qkv, None if cos is None or sin is None else (cos, sin), kv_cache, slots, kv_scales, (delta, has_delta))
-    if delta is not None:
-        qkv.copy_(plus_delta(qkv, delta, has_delta))
-    if cos is not None and sin is not None:
-        rotate(qkv[:, : num_heads + num_kv_heads], cos, sin)
-    _store(kv_cache, qkv[:, num_heads:], slots, kv_scales)
+        return on_gpu(qkv, rope, kv_cache, slots, num_heads, kv_scales)
+    if qkv.delta is not None:
+        qkv.y.copy_(qkv.joined())
+    num_all, head_dim = num_heads + kv_cache.shape[2], kv_cache.shape[3]
+    heads = qkv.y.view(len(qkv.y), num_all, head_dim)
+    if rope is not None:
+        rotate(heads[:, : num_all - kv_cache.shape[2] // 2], *rope)
+    _store(kv_cache, heads[:, num_heads:], slots, kv_scales)
 
 
 def _store(kv_cache: Tensor, kv: Tensor, slots: Tensor, kv_scales: Tensor | None) -> None:
@@ -58,7 +53,8 @@ def _store(kv_cache: Tensor, kv: Tensor, slots: Tensor, kv_scales: Tensor | None
         scales = kv_scales.repeat_interleave(kv.shape[1] // 2)[:, None]
         kv = (kv.float() / scales).clamp_(-largest, largest).to(kv_cache.dtype).view(torch.uint8)
         kv_cache = kv_cache.view(torch.uint8)  # torch copies no float8 by index
-    if min(slots.tolist(), default=0) < 0:  # 0.5 µs for one token; slots.min() takes 4
+    try:
+        store_kv(kv_cache, kv, slots)
+    except IndexError:  # a slot of -1; only padded batches have them, and looking for them first would cost every step
         is_stored = slots >= 0
-        kv, slots = kv[is_stored], slots[is_stored]
-    store_kv(kv_cache, kv, slots)
+        store_kv(kv_cache, kv[is_stored], slots[is_stored])

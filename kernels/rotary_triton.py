@@ -5,40 +5,40 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from loray.kernels.delta import Parted
 from loray.kernels.delta_triton import delta_arguments, load_updated
 
 BLOCK, NUM_WARPS = 1024, 2  # numbers of a program: 8 in each half of the heads a thread, which are one 16-byte access
 
 
 def rotate_and_store(
-    qkv: Tensor,
+    qkv: Parted,
     rope: tuple[Tensor, Tensor] | None,
     kv_cache: Tensor,
     slots: Tensor,
+    num_heads: int,
     kv_scales: Tensor | None = None,
-    delta: tuple[Tensor | None, Tensor | None] = (None, None),
 ) -> None:
-    """qkv += delta for the tokens that have one; rotate q and k in place; kv_cache[slot] = k | v, and nothing for a slot of -1.
-
-    Shapes as in rotary.py; rope is cos and sin, delta the update and which tokens have it.
-    """
-    num_tokens, num_all, head_dim = qkv.shape
+    """qkv.y += its delta; rotate q and k in it; kv_cache[slot] = k | v, and nothing for a slot of -1. Shapes as in rotary.py."""
+    y, num_tokens = qkv.y, len(qkv.y)
+    num_all, head_dim = num_heads + kv_cache.shape[2], kv_cache.shape[3]
     rotary_dim = 0 if rope is None else rope[0].shape[-1]
-    assert qkv.stride()[1:] == (head_dim, 1) and kv_cache.is_contiguous() and slots.is_contiguous(), "heads lie side by side"
-    assert rotary_dim % 2 == 0 and rotary_dim <= head_dim and kv_cache.shape[3] == head_dim and len(slots) == num_tokens
-    assert (kv_cache.dtype == qkv.dtype) == (kv_scales is None), "a cache of another dtype has scales"
-    cos, sin = (qkv, qkv) if rope is None else rope
+    assert y.shape == (num_tokens, num_all * head_dim) and y.stride(1) == 1, "heads lie side by side"
+    assert kv_cache.is_contiguous() and slots.is_contiguous() and len(slots) == num_tokens, "one slot for each token"
+    assert rotary_dim % 2 == 0 and rotary_dim <= head_dim, "a head is turned by its halves"
+    assert (kv_cache.dtype == y.dtype) == (kv_scales is None), "a cache of another dtype has scales"
+    cos, sin = (y, y) if rope is None else rope
     assert cos.stride(0) == sin.stride(0) and cos.stride(-1) == 1 and sin.stride(-1) == 1
     block_heads = max(1, BLOCK // triton.next_power_of_2(head_dim))
     _rotate_and_store_kernel[(num_tokens, triton.cdiv(num_all, block_heads))](
-        *(qkv, cos, sin, kv_cache, slots, slots if kv_scales is None else kv_scales),
-        *(*delta_arguments(qkv, *delta), qkv.stride(0), cos.stride(0)),
-        NUM_HEADS=num_all - kv_cache.shape[2],
+        *(y, cos, sin, kv_cache, slots, slots if kv_scales is None else kv_scales),
+        *(*delta_arguments(qkv), y.stride(0), cos.stride(0)),
+        NUM_HEADS=num_heads,
         NUM_KV_HEADS=kv_cache.shape[2] // 2,
         HEAD_DIM=head_dim,
         ROTARY_DIM=rotary_dim,
         LARGEST=0.0 if kv_scales is None else torch.finfo(kv_cache.dtype).max,
-        HAS_DELTA=delta[0] is not None,
+        HAS_DELTA=qkv.delta is not None,
         BLOCK_H=block_heads,
         BLOCK_HALF=max(2, triton.next_power_of_2(rotary_dim // 2)),
         BLOCK_REST=max(2, triton.next_power_of_2(head_dim - rotary_dim)),

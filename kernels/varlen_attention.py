@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 from torch.nn.attention.varlen import varlen_attn
 
-from loray.kernels.attention import Scoring, attend
+from loray.kernels.attention import PromptWork, Scoring, attend
 
 FLASH_ATTN, TORCH_VARLEN, TRITON, PLAIN = "flash-attn", "torch varlen", "triton paged", "torch"
 MAX_HEAD_DIM = 256
@@ -43,25 +43,24 @@ def backend(device: torch.device, dtype: torch.dtype, kv_dtype: torch.dtype, hea
     return TRITON if scoring.cap else TORCH_VARLEN
 
 
-def varlen_attention(q: Tensor, k: Tensor, v: Tensor, cu_q: Tensor, cu_k: Tensor, max_q: int, max_k: int, scoring: Scoring) -> Tensor:
+def varlen_attention(q: Tensor, k: Tensor, v: Tensor, prompts: PromptWork, scoring: Scoring) -> Tensor:
     """softmax(cap(scale * q k)) v of each query over its sequence's keys up to itself; its queries are the last of its keys.
 
-    q [total_q, num_heads, head_dim] -> the same; k, v [total_k, num_kv_heads, head_dim]; rows may lie apart.
-    cu_q, cu_k [num_seqs + 1] int32, where each sequence begins; max_q, max_k the most of one sequence.
+    q [num_tokens, num_heads, head_dim] -> the same; k, v [num_keys, num_kv_heads, head_dim]; rows may lie apart.
     """
     if not q.is_cuda:
-        return _one_by_one(q, k, v, cu_q, cu_k, scoring)
+        return _one_by_one(q, k, v, prompts, scoring)
+    sizes = prompts.first_queries, prompts.first_keys, prompts.longest, prompts.longest_context
     window = (scoring.window - 1 if scoring.window else -1, 0)  # keys before the query's own, and after it
     if (flash_attn := _flash_attn()) is not None:
-        return flash_attn(
-            q, k, v, cu_q, cu_k, max_q, max_k, softmax_scale=scoring.scale, causal=True, window_size=window, softcap=scoring.cap
-        )
+        return flash_attn(q, k, v, *sizes, softmax_scale=scoring.scale, causal=True, window_size=window, softcap=scoring.cap)
     assert not scoring.cap, "PyTorch's kernel knows no cap: backend() says who does"
-    out = varlen_attn(q, k, v, cu_q, cu_k, max_q, max_k, scale=scoring.scale, window_size=window, **GQA_OPTION)
+    out = varlen_attn(q, k, v, *sizes, scale=scoring.scale, window_size=window, **GQA_OPTION)
     assert isinstance(out, Tensor), "nothing but the result was asked for"
     return out
 
 
-def _one_by_one(q: Tensor, k: Tensor, v: Tensor, cu_q: Tensor, cu_k: Tensor, scoring: Scoring) -> Tensor:
-    queries, keys, values = (x.split(cu.diff().tolist()) for x, cu in ((q, cu_q), (k, cu_k), (v, cu_k)))
-    return torch.cat([attend(*of_seq, scoring) for of_seq in zip(queries, keys, values, strict=True)])
+def _one_by_one(q: Tensor, k: Tensor, v: Tensor, prompts: PromptWork, scoring: Scoring) -> Tensor:
+    q_lens, context_lens = prompts.first_queries.diff().tolist(), prompts.first_keys.diff().tolist()
+    of_seqs = zip(q.split(q_lens), k.split(context_lens), v.split(context_lens), strict=True)
+    return torch.cat([attend(*of_seq, scoring) for of_seq in of_seqs])

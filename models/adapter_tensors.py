@@ -110,6 +110,9 @@ def _read_lora(tensors: Tensors, module: AdapterModule, projection: Projection, 
 
 def _copy(out: Tensor, values: Tensor, scale: float = 1.0) -> None:
     """out = scale * values, some rows at once; multiplied in float32."""
+    if values.numel() <= MAX_ELEMENTS_AT_ONCE:
+        out.copy_(values if scale == 1 else values.float() * scale)
+        return
     num_rows = max(1, MAX_ELEMENTS_AT_ONCE // max(1, values.shape[1]))
     for out_rows, rows in zip(out.split(num_rows), values.split(num_rows), strict=True):
         out_rows.copy_(rows if scale == 1 else rows.float() * scale)

@@ -5,15 +5,16 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from loray.kernels.attention import Scoring
+from loray.kernels.attention import PromptWork, Scoring
+from loray.kernels.delta import Parted
 from loray.kernels.kv_store import gather_kv
-from loray.kernels.lora import Parted
 from loray.kernels.paged_attention import paged_attention
+from loray.kernels.paged_kv import PagedKV
 from loray.kernels.paged_prefill import paged_prefill
 from loray.kernels.prefix_gather import gather_prefix
 from loray.kernels.rotary import rotate_and_store
 from loray.kernels.varlen_attention import FLASH_ATTN, TORCH_VARLEN, backend, varlen_attention
-from loray.models.batch import AttentionGroup, Batch, PagedWork, PromptWork
+from loray.models.batch import AttentionGroup, Batch, PagedWork
 from loray.models.shards import HeadShard
 
 Rope = tuple[Tensor, Tensor]  # cos, sin of this step's positions
@@ -29,10 +30,8 @@ class PagedAttention:
 
     def __call__(self, qkv: Parted, rope: Rope | None, kv_cache: Tensor, batch: Batch) -> Tensor:
         """qkv [num_tokens, (num_heads + 2 * num_kv_heads) * head_dim] -> [num_tokens, num_heads * head_dim]; qkv is overwritten."""
+        rotate_and_store(qkv, rope, kv_cache, batch.kv_slots, self.num_heads)
         heads = qkv.y.view(len(qkv.y), -1, self.head_dim)
-        cos, sin = rope or (None, None)
-        sizes = self.num_heads, self.num_kv_heads
-        rotate_and_store(heads, cos, sin, kv_cache, batch.kv_slots, *sizes, delta=qkv.delta, has_delta=qkv.has_delta)
         return self._attend(heads[:, : self.num_heads], kv_cache, batch).reshape(len(heads), -1)
 
     def _attend(self, q: Tensor, kv: Tensor, batch: Batch) -> Tensor:
@@ -51,23 +50,24 @@ class PagedAttention:
         return out
 
 
-def _attend_paged(q: Tensor, kv: Tensor, work: PagedWork, scoring: Scoring) -> Tensor:
+def _attend_paged(q: Tensor, cache: Tensor, work: PagedWork, scoring: Scoring) -> Tensor:
     """Kernels add up in float32 in any case."""
     count = work.num_decodes
     parts = []
     if count:
-        parts.append(paged_attention(q[:count], kv, work.block_table[:count], work.context_lens[:count], scoring))
+        kv = PagedKV(cache, work.block_table[:count], work.context_lens[:count])
+        parts.append(paged_attention(q[:count], kv, scoring))
     if work.prompts is not None:
-        parts.append(_attend_prompts(q[count:], kv, work.block_table[count:], work.context_lens[count:], work.prompts, scoring))
+        kv = PagedKV(cache, work.block_table[count:], work.context_lens[count:])
+        parts.append(_attend_prompts(q[count:], kv, work.prompts, scoring))
     return parts[0] if len(parts) == 1 else torch.cat(parts)
 
 
-def _attend_prompts(q: Tensor, kv: Tensor, table: Tensor, context_lens: Tensor, prompts: PromptWork, scoring: Scoring) -> Tensor:
-    if backend(q.device, q.dtype, kv.dtype, q.shape[2], scoring) not in (FLASH_ATTN, TORCH_VARLEN):
-        return paged_prefill(q, kv, table, prompts.first_queries, context_lens, prompts.longest, scoring)
-    keys, values = gather_prefix(kv, table, prompts.first_keys, prompts.num_keys)
-    firsts = prompts.first_queries, prompts.first_keys
-    return varlen_attention(q, keys, values, *firsts, prompts.longest, prompts.longest_context, scoring)
+def _attend_prompts(q: Tensor, kv: PagedKV, prompts: PromptWork, scoring: Scoring) -> Tensor:
+    if backend(q.device, q.dtype, kv.cache.dtype, q.shape[2], scoring) not in (FLASH_ATTN, TORCH_VARLEN):
+        return paged_prefill(q, kv, prompts, scoring)
+    keys, values = gather_prefix(kv.cache, kv.block_table, prompts.first_keys, prompts.num_keys)
+    return varlen_attention(q, keys, values, prompts, scoring)
 
 
 def _attend_group(q: Tensor, kv: Tensor, group: AttentionGroup, scoring: Scoring, is_upcast: bool) -> Tensor:

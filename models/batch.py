@@ -14,6 +14,7 @@ from typing import NamedTuple
 
 from torch import Tensor
 
+from loray.kernels.attention import PromptWork
 from loray.kernels.lora import LoraWork
 from loray.models.special import SpecialRows
 
@@ -46,18 +47,7 @@ class PagedWork:
     num_decodes: int  # sequences with one token, each
     block_table: Tensor  # [num_seqs, max_blocks] int32
     context_lens: Tensor  # [num_seqs] int32; 0 = no sequence at all
-    prompts: "PromptWork | None"  # of the other sequences
-
-
-@dataclass(frozen=True, slots=True)
-class PromptWork:
-    """Of the sequences with several tokens: where each one's queries and keys begin, were they laid one after another."""
-
-    first_queries: Tensor  # [num_seqs + 1] int32
-    first_keys: Tensor  # [num_seqs + 1] int32
-    num_keys: int
-    longest: int  # queries of a sequence
-    longest_context: int
+    prompts: PromptWork | None  # of the other sequences
 
 
 AttentionWork = tuple[AttentionGroup, ...] | PagedWork  # of one step: groups on a CPU, paged on a GPU

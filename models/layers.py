@@ -5,6 +5,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers.activations import ACT2FN
 
+from loray.kernels.delta import Parted
 from loray.kernels.norm import add_rms_norm, rms_norm
 
 
@@ -21,9 +22,9 @@ class RMSNorm(nn.Module):
         """Over the last dimension; out may be x itself."""
         return rms_norm(x, self.weight, self._eps, out)
 
-    def add(self, x: Tensor, y: Tensor, scale: float = 1.0, delta: Tensor | None = None, has_delta: Tensor | None = None) -> Tensor:
-        """x += scale * (y + delta) in place; the new x, normalised."""
-        return add_rms_norm(x, y, self.weight, self._eps, scale, delta, has_delta)
+    def add(self, x: Tensor, added: Parted, scale: float = 1.0) -> Tensor:
+        """x += scale * added in place; the new x, normalised."""
+        return add_rms_norm(x, added, self.weight, self._eps, scale)
 
     def pack(self) -> None:
         self.weight.add_(self._offset)

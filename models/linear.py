@@ -10,8 +10,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from loray.kernels.delta import Parted
 from loray.kernels.half_linear import HalfMatrix, pack_half
-from loray.kernels.lora import LoraPages, LoraSegments, Parted, add_lora, lora_beside
+from loray.kernels.lora import LoraPages, LoraSegments, add_lora, lora_beside
 from loray.models.batch import Batch
 from loray.models.dora import row_squares, squares_of
 from loray.models.parallel import Parallel

@@ -8,7 +8,7 @@ from transformers import PretrainedConfig
 
 from loray.kernels.activation import gate
 from loray.kernels.attention import Scoring
-from loray.kernels.lora import Parted
+from loray.kernels.delta import Parted
 from loray.models.attention import PagedAttention, Rope
 from loray.models.batch import Batch
 from loray.models.decoder import Decoder
@@ -63,7 +63,7 @@ class LlamaMLP(nn.Module):
         self.act = activation(variant.activation)
 
     def forward(self, x: Tensor, batch: Batch) -> Parted:
-        return self.down_proj.parted(gate(self.act, *self.gate_up_proj.parted(x, batch)), batch)
+        return self.down_proj.parted(gate(self.act, self.gate_up_proj.parted(x, batch)), batch)
 
 
 class LlamaDecoderLayer(nn.Module):
@@ -93,7 +93,7 @@ class PostNormDecoderLayer(LlamaDecoderLayer):
 
     def forward(self, x: Tensor, added: Parted | None, rope: Rope, kv_cache: Tensor, batch: Batch) -> Parted:
         attended = self.self_attn(add_norm(self.input_layernorm, x, added), rope, kv_cache, batch)
-        normed = self.pre_feedforward_layernorm.add(x, self.post_attention_layernorm(attended.joined()))
+        normed = self.pre_feedforward_layernorm.add(x, Parted(self.post_attention_layernorm(attended.joined())))
         return Parted(self.post_feedforward_layernorm(self.mlp(normed, batch).joined()))
 
 
@@ -171,4 +171,4 @@ def rms_norm(config: PretrainedConfig, variant: Variant) -> RMSNorm:
 
 def add_norm(norm: RMSNorm, x: Tensor, added: Parted | None, scale: float = 1.0) -> Tensor:
     """x += scale * added, in place; the new x, normalised. [num_tokens, hidden]"""
-    return norm(x) if added is None else norm.add(x, added.y, scale, added.delta, added.has_delta)
+    return norm(x) if added is None else norm.add(x, added, scale)

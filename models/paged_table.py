@@ -7,7 +7,8 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from loray.models.batch import PagedWork, PromptWork
+from loray.kernels.attention import PromptWork
+from loray.models.batch import PagedWork
 from loray.models.layout import Layout
 from loray.models.slots import Slots
 from loray.models.step import Admission, Row

@@ -6,17 +6,18 @@ from torch import Tensor
 from transformers.activations import ACT2FN
 
 from loray.kernels.activation import KERNEL_NAMES, gate
+from loray.kernels.delta import Parted
 from tests.kernels.triton_marks import BACKENDS, DEVICES, DTYPES, IS_INTERPRETED, TOLERANCE, framed
 
 NAMES = ["silu", "swish", "gelu", "gelu_new", "gelu_pytorch_tanh"]
 
 
-def gate_of(backend: str, name: str, gate_up: Tensor, delta: Tensor | None = None, has_delta: Tensor | None = None) -> Tensor:
+def gate_of(backend: str, name: str, gate_up: Parted) -> Tensor:
     if backend == "twin" or not IS_INTERPRETED:
-        return gate(ACT2FN[name], gate_up, delta, has_delta)
+        return gate(ACT2FN[name], gate_up)
     from loray.kernels import activation_triton
 
-    return activation_triton.gate(KERNEL_NAMES[type(ACT2FN[name]).__name__], gate_up, delta, has_delta)
+    return activation_triton.gate(KERNEL_NAMES[type(ACT2FN[name]).__name__], gate_up)
 
 
 def check(found: Tensor, name: str, gate_up: Tensor) -> None:
@@ -33,7 +34,7 @@ def check(found: Tensor, name: str, gate_up: Tensor) -> None:
 @pytest.mark.parametrize(("num_tokens", "size"), [(1, 1), (1, 14336), (3, 1536), (5, 1025), (4, 36)])
 def test_each_number_is_gated_by_its_own(backend: str, dtype: torch.dtype, name: str, num_tokens: int, size: int) -> None:
     _, gate_up = framed((3 * torch.randn(num_tokens, 2 * size)).to(dtype), DEVICES[backend])
-    found = gate_of(backend, name, gate_up)
+    found = gate_of(backend, name, Parted(gate_up))
     assert found.shape == (num_tokens, size) and found.is_contiguous()
     check(found, name, gate_up)
 
@@ -42,7 +43,7 @@ def test_each_number_is_gated_by_its_own(backend: str, dtype: torch.dtype, name:
 @pytest.mark.parametrize("name", NAMES)
 def test_large_numbers_saturate(backend: str, name: str) -> None:
     gate_up = torch.tensor([[1e4, -1e4, 100.0, -100.0, 0.0, 2.0, 2.0, 2.0, 2.0, 2.0]], device=DEVICES[backend])
-    torch.testing.assert_close(gate_of(backend, name, gate_up).cpu(), torch.tensor([[2e4, 0.0, 200.0, 0.0, 0.0]]))
+    torch.testing.assert_close(gate_of(backend, name, Parted(gate_up)).cpu(), torch.tensor([[2e4, 0.0, 200.0, 0.0, 0.0]]))
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
@@ -54,7 +55,7 @@ def test_a_delta_is_added_for_the_tokens_that_have_one_and_others_are_not_read(b
     _, delta = framed(torch.full((4, 2 * size), float("nan"), dtype=dtype), device)
     delta[has_delta != 0] = torch.randn(2, 2 * size).to(device, dtype)
     before = gate_up.clone()
-    found = gate_of(backend, "silu", gate_up, delta, has_delta)
+    found = gate_of(backend, "silu", Parted(gate_up, delta, has_delta))
     check(found, "silu", (gate_up.double() + torch.where((has_delta != 0)[:, None], delta, 0).double()).to(dtype))
     assert torch.equal(gate_up, before)
 
@@ -62,7 +63,7 @@ def test_a_delta_is_added_for_the_tokens_that_have_one_and_others_are_not_read(b
 @pytest.mark.parametrize("name", sorted(ACT2FN))
 def test_the_twin_is_the_activation_of_transformers_bit_for_bit(name: str) -> None:
     act, gate_up = ACT2FN[name], torch.randn(3, 20)
-    assert torch.equal(gate(act, gate_up.clone()), act(gate_up[:, :10]) * gate_up[:, 10:])
+    assert torch.equal(gate(act, Parted(gate_up.clone())), act(gate_up[:, :10]) * gate_up[:, 10:])
 
 
 def test_every_activation_with_a_kernel_is_found_by_its_class() -> None:

@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from loray.kernels import norm
+from loray.kernels.delta import Parted
 from tests.kernels.triton_marks import BACKENDS, DEVICES, DTYPES, IS_INTERPRETED, TOLERANCE, framed, is_whole
 
 EPS = 1e-5
@@ -74,7 +75,7 @@ def test_the_residual_gets_the_rounded_sum_and_its_norm_is_returned(
     device = DEVICES[backend]
     (x_frame, x), (y_frame, y) = (framed(torch.randn(num_tokens, size).to(dtype), device) for _ in range(2))
     weight, expected = torch.randn(size).to(device, dtype), (x.double() + scale * y.double()).cpu()
-    normed = kernels_of(backend).add_rms_norm(x, y, weight, EPS, scale)
+    normed = kernels_of(backend).add_rms_norm(x, Parted(y), weight, EPS, scale)
     check(x, expected, atol=TOLERANCE[dtype])
     check(normed, expected_norm(x, weight))  # of the sum as it was rounded
     assert is_whole(x_frame) and is_whole(y_frame)
@@ -90,7 +91,7 @@ def test_a_delta_is_added_for_the_tokens_that_have_one_and_others_are_not_read(b
     delta[has_delta != 0] = torch.randn(2, size).to(device, dtype)
     added = y.double().cpu() + torch.where((has_delta != 0)[:, None], delta, 0).double().cpu()
     expected = x.double().cpu() + 0.5 * added.to(dtype).double()
-    normed = kernels_of(backend).add_rms_norm(x, y, weight, EPS, 0.5, delta, has_delta)
+    normed = kernels_of(backend).add_rms_norm(x, Parted(y, delta, has_delta), weight, EPS, 0.5)
     check(x, expected, atol=TOLERANCE[dtype])
     check(normed, expected_norm(x, weight))
 
@@ -103,6 +104,7 @@ def test_every_sum_is_rounded_before_the_next_step(backend: str) -> None:
     total = (x.double() + 0.75 * (y.double() + delta.double()).half().double()).half()
     expected = expected_norm(total, torch.ones(576)).half() * weight
     x = x.to(device)
-    normed = kernels_of(backend).add_rms_norm(x, y.to(device), weight.to(device), EPS, 0.75, delta.to(device), has_delta)
+    added = Parted(y.to(device), delta.to(device), has_delta)
+    normed = kernels_of(backend).add_rms_norm(x, added, weight.to(device), EPS, 0.75)
     assert (x.cpu() != total).float().mean() < 0.01  # a few lie between two numbers
     assert (normed.cpu() != expected).float().mean() < 0.01

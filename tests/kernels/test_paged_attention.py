@@ -12,6 +12,7 @@ from torch import Tensor
 
 from loray.kernels.attention import Scoring
 from loray.kernels.paged_attention import paged_attention
+from loray.kernels.paged_kv import PagedKV
 from tests.kernels.triton_marks import DEVICES, IS_INTERPRETED, ON_GPU
 
 DEVICE = DEVICES["triton"]
@@ -57,6 +58,9 @@ class PagedCase:
         self.table = table.to(device)[:, :-1]  # a row's end is not the next one's start
         self.context_lens = torch.tensor(context_lens, dtype=torch.int32, device=device)
 
+    def kv(self, scales: Tensor | None = None) -> PagedKV:
+        return PagedKV(self.cache, self.table, self.context_lens, scales)
+
     def queries(self, num_tokens: int) -> Tensor:
         """[num_tokens, num_heads, head_dim], a part of rows that are longer."""
         rows = torch.randn(num_tokens, self.num_heads + 3, self.head_dim, generator=self.generator).to(self.device, self.dtype)
@@ -88,14 +92,14 @@ def assert_equal(actual: Tensor, expected: Tensor, dtype: torch.dtype) -> None:
 def test_the_twin_weighs_each_sequences_own_keys(heads: tuple[int, int, int], scored: str) -> None:
     case, scoring = PagedCase([1, 0, 17, 90], heads, torch.float32), SCORINGS[scored]
     q = case.queries(4)
-    actual = paged_attention(q, case.cache, case.table, case.context_lens, scoring)
+    actual = paged_attention(q, case.kv(), scoring)
     assert_equal(actual, case.expected(q, [1] * 4, scoring), torch.float32)
 
 
 def test_the_twin_multiplies_what_the_cache_holds_by_its_scales() -> None:
     case, scoring = PagedCase([5, 40], (4, 2, 64), torch.float32), Scoring(0.1)
     q, scales = case.queries(2), torch.tensor([0.5, 3.0])
-    actual = paged_attention(q, case.cache, case.table, case.context_lens, scoring, scales)
+    actual = paged_attention(q, case.kv(scales), scoring)
     case.keys, case.values = [keys * 0.5 for keys in case.keys], [values * 3.0 for values in case.values]
     assert_equal(actual, case.expected(q, [1, 1], scoring), torch.float32)
 
@@ -111,7 +115,7 @@ class TestKernels:
         case, scoring = PagedCase([1, 0, 17, 64, 131], heads, dtype, DEVICE), SCORINGS[scored]
         q = case.queries(5)
         assert num_splits(5, heads[1], case.table.shape[1] * BLOCK_SIZE) == 1
-        actual = paged_attention(q, case.cache, case.table, case.context_lens, scoring)
+        actual = paged_attention(q, case.kv(), scoring)
         assert_equal(actual, case.expected(q, [1] * 5, scoring), dtype)
 
     @pytest.mark.parametrize("dtype", TOLERANCE, ids=str)
@@ -124,7 +128,7 @@ class TestKernels:
         case, scoring = PagedCase([1100, 0, 1, 130], heads, dtype, DEVICE), SCORINGS[scored]
         q = case.queries(4)
         assert num_splits(4, heads[1], case.table.shape[1] * BLOCK_SIZE) == 4
-        actual = paged_attention(q, case.cache, case.table, case.context_lens, scoring)
+        actual = paged_attention(q, case.kv(), scoring)
         assert_equal(actual, case.expected(q, [1] * 4, scoring), dtype)
 
     @pytest.mark.parametrize("context_lens", [[3, 0, 80], [1100, 5]], ids=["whole", "shared"])
@@ -136,7 +140,7 @@ class TestKernels:
         case.cache = case.cache.to(torch.float8_e4m3fn)
         case.keys = [keys.to(torch.float8_e4m3fn).double() * 0.5 for keys in case.keys]
         case.values = [values.to(torch.float8_e4m3fn).double() * 3.0 for values in case.values]
-        actual = paged_attention(q, case.cache, case.table, case.context_lens, scoring, scales)
+        actual = paged_attention(q, case.kv(scales), scoring)
         assert_equal(actual, case.expected(q, [1] * len(context_lens), scoring), torch.float16)
 
     @pytest.mark.parametrize("poison", [float("nan"), 1e30], ids=str)
@@ -151,7 +155,7 @@ class TestKernels:
         case, scoring = PagedCase([1100, 0, 1, 130], (6, 2, 96), torch.float32, DEVICE), Scoring(0.1, window=300)
         q = case.queries(4)
         monkeypatch.setattr(paged_attention_triton.torch, "empty", poisoned)
-        actual = paged_attention_triton.paged_attention(q, case.cache, case.table, case.context_lens, scoring)
+        actual = paged_attention_triton.paged_attention(q, case.kv(), scoring)
         assert_equal(actual, case.expected(q, [1] * 4, scoring), torch.float32)
 
     def test_splits_fill_the_gpu_and_stop_where_a_share_gets_too_small(self) -> None:

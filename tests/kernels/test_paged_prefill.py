@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from loray.kernels.attention import Scoring
+from loray.kernels.attention import PromptWork, Scoring
 from loray.kernels.paged_prefill import paged_prefill
 from tests.kernels.test_paged_attention import COMPILED, DEVICE, SCORINGS, TOLERANCE, PagedCase, assert_equal
 from tests.kernels.triton_marks import ON_GPU
@@ -25,13 +25,18 @@ def starts_of(lens: Sequence[int], device: str = "cpu") -> Tensor:
     return torch.tensor([0, *lens], dtype=torch.int32, device=device).cumsum(0, dtype=torch.int32)
 
 
+def prompts_of(q_lens: Sequence[int], context_lens: Sequence[int], device: str = "cpu") -> PromptWork:
+    firsts = starts_of(q_lens, device), starts_of(context_lens, device)
+    return PromptWork(*firsts, sum(context_lens), max(q_lens), max(context_lens))
+
+
 @pytest.mark.parametrize(("heads", "scored"), COMPILED, ids=str)
 @pytest.mark.parametrize("batch", BATCHES)
 def test_the_twin_lets_each_query_see_the_keys_up_to_itself(batch: str, heads: tuple[int, int, int], scored: str) -> None:
     q_lens, context_lens = zip(*BATCHES[batch], strict=True)
     case, scoring = PagedCase(context_lens, heads, torch.float32), SCORINGS[scored]
     q = case.queries(sum(q_lens))
-    actual = paged_prefill(q, case.cache, case.table, starts_of(q_lens), case.context_lens, max(q_lens), scoring)
+    actual = paged_prefill(q, case.kv(), prompts_of(q_lens, context_lens), scoring)
     assert_equal(actual, case.expected(q, q_lens, scoring), torch.float32)
 
 
@@ -47,7 +52,7 @@ class TestKernel:
         q_lens, context_lens = zip(*BATCHES[batch], strict=True)
         case, scoring = PagedCase(context_lens, heads, dtype, DEVICE), SCORINGS[scored]
         q = case.queries(sum(q_lens))
-        actual = paged_prefill(q, case.cache, case.table, starts_of(q_lens, DEVICE), case.context_lens, max(q_lens), scoring)
+        actual = paged_prefill(q, case.kv(), prompts_of(q_lens, context_lens, DEVICE), scoring)
         assert_equal(actual, case.expected(q, q_lens, scoring), dtype)
 
     @pytest.mark.parametrize("window", [0, 3, 100])
@@ -55,9 +60,10 @@ class TestKernel:
         """A narrow window leaves rows of a tile that see none of its first keys."""
         from loray.kernels.paged_prefill_triton import paged_prefill
 
-        case, scoring = PagedCase([310, 200], (2, 2, 64), torch.float16, DEVICE), Scoring(0.2, window=window)
-        q, q_lens = case.queries(310), [150, 160]
-        actual = paged_prefill(q, case.cache, case.table, starts_of(q_lens, DEVICE), case.context_lens, 160, scoring)
+        q_lens, context_lens = [150, 160], [310, 200]
+        case, scoring = PagedCase(context_lens, (2, 2, 64), torch.float16, DEVICE), Scoring(0.2, window=window)
+        q = case.queries(310)
+        actual = paged_prefill(q, case.kv(), prompts_of(q_lens, context_lens, DEVICE), scoring)
         assert_equal(actual, case.expected(q, q_lens, scoring), torch.float16)
 
     def test_an_fp8_cache_is_multiplied_by_its_scales(self) -> None:
@@ -68,5 +74,5 @@ class TestKernel:
         case.cache = case.cache.to(torch.float8_e4m3fn)
         case.keys = [keys.to(torch.float8_e4m3fn).double() * 0.5 for keys in case.keys]
         case.values = [values.to(torch.float8_e4m3fn).double() * 3.0 for values in case.values]
-        actual = paged_prefill(q, case.cache, case.table, starts_of([20, 30], DEVICE), case.context_lens, 30, scoring, scales)
+        actual = paged_prefill(q, case.kv(scales), prompts_of([20, 30], [30, 75], DEVICE), scoring)
         assert_equal(actual, case.expected(q, [20, 30], scoring), torch.float16)

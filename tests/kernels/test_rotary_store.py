@@ -1,13 +1,15 @@
 """Rotation and storing against their definition in float64: the twin on the CPU, the kernel on a GPU or interpreted (see
 triton_marks.py)."""
 
-from typing import Any, NamedTuple
+from types import ModuleType
+from typing import NamedTuple
 
 import pytest
 import torch
 from torch import Tensor
 
 from loray.kernels import rotary
+from loray.kernels.delta import Parted
 from tests.kernels.triton_marks import BACKENDS, DEVICES, DTYPES, IS_INTERPRETED, TOLERANCE
 
 BLOCK_SIZE = 4
@@ -50,18 +52,20 @@ def step_of(heads: Heads, num_tokens: int, dtype: torch.dtype) -> Step:
     return Step(qkv, (cos, sin) if heads.rotary else None, slots)
 
 
-def call(backend: str, step: Step, qkv: Tensor, kv_cache: Tensor, **more: Any) -> None:
-    """qkv and kv_cache are written; they and `more` are on the backend's device."""
-    device, num_kv = qkv.device, kv_cache.shape[2] // 2
-    cos, sin = (None, None) if step.rope is None else (part.to(device) for part in step.rope)
-    slots = step.slots.to(device)
+def kernels_of(backend: str) -> ModuleType:
     if backend == "twin" or not IS_INTERPRETED:
-        return rotary.rotate_and_store(qkv, cos, sin, kv_cache, slots, qkv.shape[1] - 2 * num_kv, num_kv, **more)
+        return rotary
     from loray.kernels import rotary_triton
 
-    rope = None if cos is None or sin is None else (cos, sin)
-    delta = (more.get("delta"), more.get("has_delta"))
-    rotary_triton.rotate_and_store(qkv, rope, kv_cache, slots, more.get("kv_scales"), delta)
+    return rotary_triton
+
+
+def call(backend: str, step: Step, qkv: Parted, kv_cache: Tensor, kv_scales: Tensor | None = None) -> None:
+    """qkv, its rows flat, and kv_cache are written; they and the scales are on the backend's device."""
+    device = kv_cache.device
+    rope = None if step.rope is None else (step.rope[0].to(device), step.rope[1].to(device))
+    num_heads = step.qkv.shape[1] - kv_cache.shape[2]
+    kernels_of(backend).rotate_and_store(qkv, rope, kv_cache, step.slots.to(device), num_heads, kv_scales)
 
 
 def rotated(step: Step, heads: Heads) -> Tensor:
@@ -107,7 +111,7 @@ def test_queries_and_keys_turn_and_keys_and_values_are_stored(backend: str, dtyp
     step = step_of(heads, num_tokens, dtype)
     frame, qkv = framed_qkv(step, DEVICES[backend])
     kv_cache = empty_cache(step, heads, DEVICES[backend], dtype)
-    call(backend, step, qkv, kv_cache)
+    call(backend, step, Parted(qkv.flatten(1)), kv_cache)
     expected = rotated(step, heads)
     torch.testing.assert_close(qkv.double().cpu(), expected, rtol=TOLERANCE[dtype], atol=2 * TOLERANCE[dtype])
     assert torch.equal(qkv[:, heads.query + heads.kv :].cpu(), step.qkv[:, heads.query + heads.kv :])  # values as they were
@@ -127,7 +131,7 @@ def test_a_float8_cache_gets_the_quotient_by_its_scale_within_its_range(backend:
     scales = torch.tensor([0.5, 0.037])
     _, qkv = framed_qkv(step, DEVICES[backend])
     kv_cache = empty_cache(step, heads, DEVICES[backend], FP8)
-    call(backend, step, qkv, kv_cache, kv_scales=scales.to(DEVICES[backend]))
+    call(backend, step, Parted(qkv.flatten(1)), kv_cache, scales.to(DEVICES[backend]))
     quotients = qkv[:, heads.query :].double().cpu() / scales.double().repeat_interleave(heads.kv)[:, None]
     expected = quotients.clamp(-448, 448)[step.slots >= 0]
     found = stored_of(kv_cache, step)
@@ -151,7 +155,7 @@ def test_a_delta_is_added_for_the_tokens_that_have_one_and_others_are_not_read(b
     kv_cache = empty_cache(step, heads, device, dtype)
     wide = torch.full((4, delta.shape[1] + 8), float("nan"), dtype=dtype, device=device)
     wide[:, :-8] = delta
-    call(backend, step, qkv, kv_cache, delta=wide[:, :-8], has_delta=has_delta.to(device))
+    call(backend, step, Parted(qkv.flatten(1), wide[:, :-8], has_delta.to(device)), kv_cache)
     sums = (step.qkv.double() + torch.where((has_delta != 0)[:, None], delta, 0).double().view(step.qkv.shape)).to(dtype)
     expected = rotated(step._replace(qkv=sums), heads)
     torch.testing.assert_close(qkv.double().cpu(), expected, rtol=TOLERANCE[dtype], atol=3 * TOLERANCE[dtype])
@@ -164,7 +168,7 @@ def test_the_twin_is_rotate_and_store_kv_bit_for_bit(dtype: torch.dtype) -> None
     heads = Heads(9, 3, 64, 48)
     step = step_of(heads, 6, dtype)._replace(slots=torch.randperm(15)[:6])
     qkv, kv_cache = step.qkv.clone(), empty_cache(step, heads, "cpu", dtype)
-    call("twin", step, qkv, kv_cache)
+    call("twin", step, Parted(qkv.flatten(1)), kv_cache)
     expected, expected_cache = step.qkv.clone(), empty_cache(step, heads, "cpu", dtype)
     assert step.rope is not None
     rotary.rotate(expected[:, :12], *step.rope)

@@ -11,7 +11,7 @@ from loray.kernels.attention import Scoring
 from loray.kernels.prefix_gather import gather_prefix
 from loray.kernels.varlen_attention import FLASH_ATTN, PLAIN, TORCH_VARLEN, TRITON, backend, varlen_attention
 from tests.kernels.test_paged_attention import COMPILED, DEVICE, HEADS, SCORINGS, TOLERANCE, PagedCase, assert_equal
-from tests.kernels.test_paged_prefill import BATCHES, starts_of
+from tests.kernels.test_paged_prefill import BATCHES, prompts_of, starts_of
 from tests.kernels.triton_marks import ON_GPU
 
 
@@ -33,7 +33,7 @@ def test_the_twin_lets_each_query_see_the_keys_up_to_itself(batch: str, heads: t
     q_lens, context_lens = zip(*BATCHES[batch], strict=True)
     case, scoring = PagedCase(context_lens, heads, torch.float32), SCORINGS[scored]
     q, k, v = case.queries(sum(q_lens)), torch.cat(case.keys).float(), torch.cat(case.values).float()
-    actual = varlen_attention(q, k, v, starts_of(q_lens), starts_of(context_lens), max(q_lens), max(context_lens), scoring)
+    actual = varlen_attention(q, k, v, prompts_of(q_lens, context_lens), scoring)
     assert_equal(actual, case.expected(q, q_lens, scoring), torch.float32)
 
 
@@ -59,8 +59,7 @@ def attends(batch: str, heads: tuple[int, int, int], scoring: Scoring, dtype: to
     case = PagedCase(context_lens, heads, dtype, DEVICE)
     q, k, v = (x.to(DEVICE, dtype) for x in (case.queries(sum(q_lens)), torch.cat(case.keys), torch.cat(case.values)))
     assert backend(q.device, dtype, dtype, heads[2], scoring) == library
-    starts = starts_of(q_lens, DEVICE), starts_of(context_lens, DEVICE)
-    actual = varlen_attention(q, k, v, *starts, max(q_lens), max(context_lens), scoring)
+    actual = varlen_attention(q, k, v, prompts_of(q_lens, context_lens, DEVICE), scoring)
     assert_equal(actual, case.expected(q, q_lens, scoring), dtype)
 
 

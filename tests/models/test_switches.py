@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from loray.kernels.lora import Parted
+from loray.kernels.delta import Parted
 from loray.models.attention import Rope
 from loray.models.batch import Batch
 from loray.models.loader import WeightsError

@@ -1,0 +1,48 @@
+"""A plot of a few lines as SVG text. Knows no benchmark."""
+
+from typing import NamedTuple
+from xml.sax.saxutils import escape
+
+WIDTH, HEIGHT, LEFT, RIGHT, TOP, BOTTOM = 720, 400, 64, 96, 48, 56
+NUM_TICKS = 5
+
+
+class Line(NamedTuple):
+    name: str
+    color: str
+    points: list[tuple[float, float]]  # x rising
+
+
+def plot(lines: list[Line], title: str, x_label: str, y_label: str) -> str:
+    """Both axes begin at zero. Each point carries its value, each line its name at its end."""
+    max_x = max(x for line in lines for x, _ in line.points) or 1.0
+    max_y = 1.1 * max(y for line in lines for _, y in line.points)
+
+    def place(x: float, y: float) -> tuple[float, float]:
+        return LEFT + x / max_x * (WIDTH - LEFT - RIGHT), HEIGHT - BOTTOM - y / max_y * (HEIGHT - TOP - BOTTOM)
+
+    parts = [_text(LEFT, 24, title, size=15), _text(WIDTH / 2 - 60, HEIGHT - 12, x_label), _text(8, TOP - 12, y_label)]
+    for tick in range(NUM_TICKS + 1):
+        value = max_y * tick / NUM_TICKS
+        left, y = place(0, value)
+        parts.append(f'<line x1="{left}" y1="{y:.1f}" x2="{WIDTH - RIGHT}" y2="{y:.1f}" stroke="#ddd"/>')
+        parts.append(_text(left - 44, y + 4, f"{value:.1f}"))
+    for x in sorted({x for line in lines for x, _ in line.points}):
+        parts.append(_text(place(x, 0)[0] - 6, HEIGHT - BOTTOM + 18, f"{x:g}"))
+    for line in lines:
+        places = [place(*point) for point in line.points]
+        parts.append(
+            f'<polyline fill="none" stroke="{line.color}" stroke-width="2" points="{" ".join(f"{x:.1f},{y:.1f}" for x, y in places)}"/>'
+        )
+        for (x, y), (_, value) in zip(places, line.points, strict=True):
+            parts.append(f'<circle cx="{x:.1f}" cy="{y:.1f}" r="3" fill="{line.color}"/>')
+            parts.append(_text(x - 10, y - 8, f"{value:.2f}", color=line.color))
+        parts.append(_text(places[-1][0] + 8, places[-1][1] + 4, line.name, color=line.color))
+    return (
+        f'<svg xmlns="http://www.w3.org/2000/svg" width="{WIDTH}" height="{HEIGHT}" font-family="sans-serif">'
+        f'<rect width="100%" height="100%" fill="white"/>{"".join(parts)}</svg>\n'
+    )
+
+
+def _text(x: float, y: float, text: str, size: int = 12, color: str = "#333") -> str:
+    return f'<text x="{x:.1f}" y="{y:.1f}" font-size="{size}" fill="{color}">{escape(text)}</text>'
