@@ -111,7 +111,8 @@ class Client:
         async with self._session.get(f"{self._url}/metrics", headers={"Accept": "application/json"}) as response:
             families = await response.json()
         prefix = "loray_driver_"
-        return {one["name"].removeprefix(prefix): one["samples"][0]["value"] for one in families if one["name"].startswith(prefix)}
+        samples = [one["samples"][0] for one in families if one["name"].startswith(prefix)]  # of the first replica
+        return {sample["name"].removeprefix(prefix): sample["value"] for sample in samples}
 
     async def info(self) -> dict[str, Any]:
         async with self._session.get(f"{self._url}/info") as response:

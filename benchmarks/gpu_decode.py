@@ -12,7 +12,7 @@ from pathlib import Path
 import msgspec
 import zmq
 
-from benchmarks.llama_8b import NUM_PROMPT, POOL_PAGES, Case, make
+from benchmarks.llama_8b import LINEARS, NUM_LAYERS, NUM_PROMPT, POOL_PAGES, Case, make
 from benchmarks.local_group import LocalGroup
 from loray.cluster.channel import bind
 from loray.deployments.adapter_files import AdapterFiles
@@ -33,12 +33,12 @@ def cases(has_adapters: bool) -> list[Case]:
 
 
 class Bench:
-    def __init__(self, model: Path, adapters: Path, num_pages: int, page_bytes: int, device: str = "cuda") -> None:
+    def __init__(self, model: Path, adapters: Path, num_pages: int, bytes_of_page: int, device: str = "cuda") -> None:
         started = time.monotonic()
         sections = {
             "model": {"id": str(model), "max_total_tokens": PREFILL_TOKENS + 16},
             "device": device,
-            "adapters": {"gpu_bytes": num_pages * page_bytes, "host_bytes": "40GiB"},
+            "adapters": {"gpu_bytes": num_pages * bytes_of_page, "host_bytes": "40GiB"},
             "scheduler": {"max_batch_tokens": 8192},
         }
         args = ServerArgs.model_validate(sections)
@@ -86,9 +86,14 @@ class Bench:
         self.group.stop()
 
 
-def measure(folder: Path, has_adapters: bool, page_bytes: int) -> list[dict[str, object]]:
+def page_bytes() -> int:
+    """Of 8 ranks over all linears, in two bytes each."""
+    return 8 * 2 * NUM_LAYERS * sum(inputs + outputs for inputs, outputs in LINEARS.values())
+
+
+def measure(folder: Path, has_adapters: bool) -> list[dict[str, object]]:
     model, adapters = folder / "model", folder / "adapters"
-    bench = Bench(model, adapters, POOL_PAGES if has_adapters else 0, page_bytes)
+    bench = Bench(model, adapters, POOL_PAGES if has_adapters else 0, page_bytes())
     print(json.dumps({"ready_s": round(bench.ready_s, 1), "weights_s": round(bench.report.load_seconds, 1)}), flush=True)
     results: list[dict[str, object]] = []
 
@@ -112,8 +117,7 @@ def main() -> None:
     parser.add_argument("--out", type=Path)
     arguments = parser.parse_args()
     make(arguments.folder)
-    page_bytes = 8 * 2 * 32 * (3 * 4096 + 6144 + 4096 + 4096 + 2 * 4096 + 28672 + 14336 + 4096)
-    results = [result for has_adapters in (False, True) for result in measure(arguments.folder, has_adapters, page_bytes)]
+    results = [result for has_adapters in (False, True) for result in measure(arguments.folder, has_adapters)]
     if arguments.out:
         arguments.out.write_text(json.dumps(results, indent=2) + "\n")
 

@@ -86,7 +86,8 @@ class Rank:
         spec = self._spec
         parallel = init_parallel(self._rank, spec.world_size, master[0], master[1], device)
         dtype = getattr(torch, spec.dtype)
-        return Runner(Path(spec.model_path), parallel, device, dtype, spec.max_running, spec.max_total_tokens, spec.block_size)
+        sizes = spec.max_running, spec.max_total_tokens, spec.block_size
+        return Runner(Path(spec.model_path), parallel, device, dtype, *sizes, spec.trust_remote_code)
 
     def _hosted_runner(self, device: "torch.device") -> "CausalLMRunner":
         import torch
@@ -106,7 +107,7 @@ class Rank:
     def run(self, steps: Address, heartbeat: Address, host_reports: Address) -> None:
         """Execute steps until the driver is gone."""
         receiver = StepReceiver(steps)
-        loader = HostLoader(self._runner.host_adapters, host_reports, self._rank)
+        loader = HostLoader(self._runner.host_adapters, self._runner.grammars.compiled, host_reports, self._rank)
         start_rank_heartbeat(heartbeat, self._rank, self._exit)
         threading.Thread(target=self._read_ahead, name="read-ahead", daemon=True).start()
         launched: deque[Launched] = deque()  # at most two: the results of one are fetched while the next runs
@@ -129,7 +130,7 @@ class Rank:
         while time.monotonic() < min(latest, self._last_step + QUIET_S):
             time.sleep(QUIET_S / 2)
         try:
-            self._runner.grammars.vocabulary()
+            self._runner.grammars.compiled.vocabulary()
         except Exception as error:  # those who ask for a grammar are told
             logger.warning("structured output can't be served: %s", error)
 

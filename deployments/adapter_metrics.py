@@ -22,20 +22,21 @@ BUCKETS = (0.05, 0.1, 0.25, 0.5, 1, 2.5, 10)  # seconds
 class AdapterMetrics:
     """The first adapters that do some work get their names as labels, the rest share one. Unknown names get none, however often asked.
 
-    The series of an adapter that the driver replicas have forgotten, because it was unloaded, are removed."""
+    The series of an adapter that the driver replicas have forgotten, because it was unloaded, are removed.
+    `counted` gets what this process counts, `told` what the driver replicas say."""
 
-    def __init__(self, registry: CollectorRegistry) -> None:
+    def __init__(self, counted: CollectorRegistry, told: CollectorRegistry) -> None:
         self._labels: dict[str, set[str]] = {}  # by adapter id, the outcomes it has had
         self._listed: set[str] = set()  # adapter ids of the last statuses
         self._private: set[str] = set()  # those of them that not everybody may read
-        self._requests = Counter("loray_adapter_requests", "Requests by adapter", ["adapter", "outcome"], registry=registry)
-        self._tokens = Counter("loray_adapter_tokens", "Tokens by adapter", ["adapter", "kind"], registry=registry)
+        self._requests = Counter("loray_adapter_requests", "Requests by adapter", ["adapter", "outcome"], registry=counted)
+        self._tokens = Counter("loray_adapter_tokens", "Tokens by adapter", ["adapter", "kind"], registry=counted)
         self._queue = _histogram(
-            "queue_seconds", "From request to a place in the batch, with the time that finding the adapter takes", registry
+            "queue_seconds", "From request to a place in the batch, with the time that finding the adapter takes", counted
         )
-        self._first_token = _histogram("time_to_first_token_seconds", "From request to first token", registry)
+        self._first_token = _histogram("time_to_first_token_seconds", "From request to first token", counted)
         self._gauges = _StatusGauges()
-        registry.register(self._gauges)
+        told.register(self._gauges)
 
     def observe_generation(self, generation: Generation, outcome: str) -> None:
         label = self._label(generation.request, generation.num_tokens > 0)

@@ -9,7 +9,6 @@ import time
 from collections import Counter, OrderedDict
 from collections.abc import Callable, Coroutine, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
@@ -18,9 +17,10 @@ import msgspec
 
 from loray.deployments.adapter_finder import AdapterFinder, Store
 from loray.deployments.adapter_records import AdapterRecord, AdapterRecords
-from loray.deployments.adapter_status import AdapterState, AdapterStatus, TierUse
+from loray.deployments.adapter_status import AdapterState, AdapterStatus
 from loray.deployments.adapter_template import adapter_template
-from loray.deployments.adapter_tiers import AdapterPlace, AdapterTiers
+from loray.deployments.adapter_tiers import AdapterTiers
+from loray.deployments.adapter_use import AdapterUse
 from loray.deployments.adapters import Adapter
 from loray.deployments.engine import ABORTED, Engine
 from loray.deployments.errors import AdapterFailed, LorayError
@@ -35,25 +35,6 @@ ARRIVAL_POLL_S = 0.02
 SLOW_S = 20.0  # a search that takes longer is slow
 
 
-@dataclass(eq=False, slots=True)
-class _Use:
-    """What is known of one adapter id."""
-
-    ref: AdapterRef  # without anybody's token
-    adapter: Adapter | None = None  # its newest version
-    found: int = 0  # number of the search that found it
-    num_running: int = 0
-    num_served: int = 0
-    num_failed: int = 0
-    last_used: float = 0.0  # seconds since 1970
-    is_loading: bool = False
-    error: str = ""  # why the last load failed
-
-    @property
-    def path(self) -> str:
-        return self.adapter.path if self.adapter else ""
-
-
 class AdapterService:
     def __init__(self, store: Store, engine: Engine, max_waiting: int, page_bytes: int) -> None:
         self._store = store
@@ -62,8 +43,8 @@ class AdapterService:
         self._page_bytes = page_bytes
         self._loads = asyncio.Semaphore(NUM_LOADS)
         self._num_searches = 0
-        self._uses: OrderedDict[AdapterRef, _Use] = OrderedDict()  # least recently used first
-        self._unloading: list[_Use] = []  # until their last request has ended
+        self._uses: OrderedDict[AdapterRef, AdapterUse] = OrderedDict()  # least recently used first
+        self._unloading: list[AdapterUse] = []  # until their last request has ended
         self._paths: Counter[str] = Counter()  # folder -> requests and loads that need its files
         self._pinned: dict[AdapterRef, str] = {}  # folders of pinned adapters; replaced, never changed: other threads look at it
         self._records: dict[str, AdapterRecord] = {}  # what admins want, by adapter id
@@ -182,10 +163,12 @@ class AdapterService:
         )
         versions = [use.adapter.version for use in uses if use.adapter]
         # Before the places: what is loaded by the time they come may be in none of them yet.
-        states: dict[_Use, AdapterState] = {use: "loading" for use in uses if use.is_loading}
+        states: dict[AdapterUse, AdapterState] = {use: "loading" for use in uses if use.is_loading}
         states.update(dict.fromkeys(unloading, "unloading"))
         places = await self._ask(lambda tiers: tiers.places(versions))
-        return [self._status(use, places, states.get(use), *facts) for use, facts in zip(uses, disk, strict=True)]
+        return [
+            use.status(places.get(use.version), self._page_bytes, states.get(use), *facts) for use, facts in zip(uses, disk, strict=True)
+        ]
 
     async def names(self) -> list[str]:
         return await self._finder.look(self._store.names)
@@ -202,7 +185,7 @@ class AdapterService:
         self._use(record.ref).is_loading = True
         self._in_background(self._load_and_log(record))
 
-    def _record(self, use: _Use) -> AdapterRecord | None:
+    def _record(self, use: AdapterUse) -> AdapterRecord | None:
         """What admins want of it."""
         record = self._records.get(use.ref.adapter_id)
         return record if record and self._key(record.ref) == use.ref else None
@@ -235,7 +218,7 @@ class AdapterService:
                 freed = partial(loop.call_soon_threadsafe, self._freed, use)
                 await self._ask(partial(AdapterTiers.unload, version=use.adapter.version, on_freed=freed))
 
-    def _freed(self, use: _Use) -> None:
+    def _freed(self, use: AdapterUse) -> None:
         """Or wanted again before its last request had ended; then its files stay."""
         self._unloading.remove(use)
         if use.ref not in self._uses:
@@ -270,10 +253,10 @@ class AdapterService:
         except LorayError:  # an id that nobody can have; an admin may ask for it and is told so
             return msgspec.structs.replace(ref, api_token="")
 
-    def _use(self, ref: AdapterRef) -> _Use:
+    def _use(self, ref: AdapterRef) -> AdapterUse:
         key = self._key(ref)
         if key not in self._uses:
-            self._uses[key] = _Use(key)
+            self._uses[key] = AdapterUse(key)
             self._forget_one()
         self._uses.move_to_end(key)
         return self._uses[key]
@@ -284,43 +267,7 @@ class AdapterService:
             idle = (key for key, use in self._uses.items() if not use.num_running and not use.is_loading and not self._record(use))
             self._uses.pop(next(idle, None), None)  # type: ignore[arg-type]
 
-    def _status(
-        self, use: _Use, places: dict[str, AdapterPlace], state: AdapterState | None, disk_bytes: int, is_private: bool
-    ) -> AdapterStatus:
-        adapter = use.adapter
-        place = places.get(adapter.version) if adapter else None
-        return AdapterStatus(
-            adapter_id=use.ref.adapter_id,
-            source=use.ref.source,
-            revision=use.ref.revision,
-            version=adapter.version if adapter else "",
-            state=state or _state(use, place),
-            rank=adapter.rank if adapter else 0,
-            is_pinned=bool(place and place.is_pinned),
-            is_private=is_private,
-            gpu_bytes=place.num_pages * self._page_bytes if place else 0,
-            host_bytes=place.host_bytes if place else 0,
-            disk_bytes=disk_bytes,
-            num_running=use.num_running,
-            num_served=use.num_served,
-            num_failed=use.num_failed,
-            last_used=use.last_used,
-            gpu_use=place.pool_use if place else TierUse(),
-            host_use=place.host_use if place else TierUse(),
-            error=use.error,
-        )
-
     def _in_background(self, work: Coroutine[Any, Any, None]) -> None:
         task = asyncio.create_task(work)
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
-
-
-def _state(use: _Use, place: AdapterPlace | None) -> AdapterState:
-    if place and place.num_pages:
-        return "gpu"
-    if place and place.host_bytes:
-        return "host"
-    if place and place.is_loading:
-        return "loading"
-    return "failed" if use.error else "known"

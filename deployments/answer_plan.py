@@ -9,7 +9,7 @@ from loray.deployments.grammars import GrammarSpec
 from loray.deployments.openai_messages import NamedTool
 from loray.deployments.openai_request import ChatBody
 from loray.deployments.stop_strings import Shelter
-from loray.deployments.tool_format import MAX_SPACES, Tool, calls_shelter, structural_tag
+from loray.deployments.tool_format import Tool, calls_shelter, json_format, structural_tag
 from loray.deployments.tool_parser import ToolCallParser
 
 
@@ -71,7 +71,7 @@ def _answer_format(spec: GrammarSpec) -> dict[str, Any]:
     if spec.kind not in ("json_schema", "json_object"):
         raise InvalidRequest(f"response_format: {spec.kind} can't be together with tools", "response_format")
     schema = json.loads(spec.text) if spec.kind == "json_schema" else {"type": "object"}
-    return {"type": "json_schema", "json_schema": schema, "max_whitespace_cnt": MAX_SPACES}
+    return json_format(schema, "response_format")
 
 
 def _check_end(body: ChatBody, is_ended: bool) -> None:

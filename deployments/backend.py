@@ -16,8 +16,8 @@ class Backend(Protocol):
         Closing or cancelling the generator aborts the request, unless its last event was out: then there is nothing to abort."""
         ...
 
-    async def stats(self) -> dict[str, float]:
-        """Numbers of this moment, such as running, waiting, kv_blocks_used."""
+    async def stats(self) -> dict[str, dict[str, float]]:
+        """By driver replica, numbers of this moment, such as running, waiting, kv_blocks_used."""
         ...
 
     async def adapters(self) -> list[str]:

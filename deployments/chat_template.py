@@ -7,9 +7,10 @@ from loray.deployments import tool_format
 from loray.deployments.backend import Backend
 from loray.deployments.errors import TemplateError
 from loray.deployments.expiring import Expiring
+from loray.deployments.off_loop import off_loop_if
 from loray.deployments.request import AdapterRef
 from loray.deployments.template_renderer import TemplateRenderer
-from loray.deployments.tokenizer import Tokenizer, is_much, off_loop_if
+from loray.deployments.tokenizer import Tokenizer, is_much
 
 LIFETIME_S = 10.0  # after which a replaced adapter's template counts
 MAX_REMEMBERED = 1024
@@ -23,7 +24,7 @@ class ChatTemplates:
         self._strangers = TemplateRenderer(tokenizer.special_tokens)
         self._of_adapters: Expiring[AdapterRef, str] = Expiring(LIFETIME_S, MAX_REMEMBERED)
 
-    async def prompt_ids(self, messages: list[dict[str, Any]], tools: list[tool_format.Tool], adapter: AdapterRef | None) -> list[int]:
+    async def prompt(self, messages: list[dict[str, Any]], tools: list[tool_format.Tool], adapter: AdapterRef | None) -> str:
         """The prompt that asks for the next assistant message. Raises TemplateError, and the adapter's errors."""
         own = await self._of(adapter) if adapter else ""
         template = own or self._configured or self._tokenizer.chat_template(bool(tools))
@@ -31,12 +32,20 @@ class ChatTemplates:
             raise TemplateError("the model has no chat template: use /v1/completions or /generate", param="messages")
         if "developer" not in template:  # the newer name of the same role
             messages = [message | {"role": "system"} if message["role"] == "developer" else message for message in messages]
-        if not tool_format.is_spoken_by(template):
-            told, told_of = messages, tools
-            messages, tools = await off_loop_if(is_much(told), lambda: tool_format.described(told, told_of)), []
-        if template not in (self._configured, self._tokenizer.chat_template(bool(tools))):  # a stranger's
-            return await self._tokenizer.encode_rendered(await self._strangers.render(template, messages, tools))
-        return await self._tokenizer.encode_chat(messages, tools, template)
+        if tool_format.is_spoken_by(template):
+            return await self._render(template, messages, tools)
+        try:
+            return await self._render(template, await _described(messages, tools), [])
+        except TemplateError:
+            if not tools or messages[0]["role"] == "system":
+                raise
+        return await self._render(template, await _described(messages, tools, has_system=False), [])  # such as Gemma's
+
+    async def _render(self, template: str, messages: list[dict[str, Any]], tools: list[tool_format.Tool]) -> str:
+        own = {self._configured, *map(self._tokenizer.chat_template, (False, True))}
+        if template in own:
+            return await self._tokenizer.render_chat(messages, tools, template)
+        return await self._strangers.render(template, messages, tools)
 
     async def _of(self, adapter: AdapterRef) -> str:
         """ "" for none."""
@@ -45,6 +54,10 @@ class ChatTemplates:
             template = await self._backend.chat_template(adapter)
             self._of_adapters.put(adapter, template)
         return template
+
+
+async def _described(messages: list[dict[str, Any]], tools: list[tool_format.Tool], has_system: bool = True) -> list[dict[str, Any]]:
+    return await off_loop_if(is_much(messages), lambda: tool_format.described(messages, tools, has_system))
 
 
 def configured_template(value: str) -> str:

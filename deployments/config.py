@@ -1,5 +1,6 @@
 """All configuration: the `args:` of serve_config.yaml as one frozen tree. Unknown fields are refused by name."""
 
+import re
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -10,6 +11,8 @@ MIB = 1 << 20
 GIB = 1 << 30
 BLOCK_SIZE = 16  # tokens of one KV block
 
+
+SENDABLE_KEY = re.compile(r"[!-~]([ -~]*[!-~])?")
 
 ApiKey = Annotated[str, Field(min_length=1)]
 Seconds = Annotated[float, Field(gt=0, allow_inf_nan=False)]
@@ -27,7 +30,7 @@ class ModelArgs(Section):
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
     """auto: bfloat16 on a GPU, float32 on a CPU."""
     max_total_tokens: int = Field(default=4096, ge=2)
-    """The most tokens one request may have, prompt and output; cut to what the model was made for."""
+    """The most tokens one request may have, prompt and output; cut to what the model was made for and the KV cache holds."""
     trust_remote_code: bool = False
     """Whether code that comes with a checkpoint may run."""
     implementation: Literal["auto", "native", "transformers"] = "auto"
@@ -100,6 +103,11 @@ class ApiKeyArgs(Section):
             raise ValueError("inference: no keys would lock everybody out; leave it out to need none")
         if len(set(self.named.values())) < len(self.named):
             raise ValueError("inference: two names have the same key")
+        if self.admin in self.named.values():
+            raise ValueError("admin: is an inference key as well, so that whoever may generate would be an admin")
+        for name, key in {**{f"inference ({name})": key for name, key in self.named.items()}, "admin": self.admin}.items():
+            if key is not None and not SENDABLE_KEY.fullmatch(key):
+                raise ValueError(f"{name}: a key is printable ASCII without a space at either end, or clients could not send it")
         return self
 
 
@@ -108,6 +116,8 @@ class LimitArgs(Section):
     """Bytes one request's body may have; beyond it the answer is 413."""
     max_concurrent_requests: int = Field(default=1024, ge=1)
     """Unfinished requests one ingress replica may hold; beyond it the answer is 429. Health checks and metrics are not counted."""
+    body_timeout_s: Seconds = 60.0
+    """A request whose body is not whole by then is answered 408, so that nobody keeps a place by sending nothing."""
     max_best_of: int = Field(default=2, ge=1)
     """The most sequences that the native API's best_of may try."""
     max_choices: int = Field(default=16, ge=1)
@@ -125,10 +135,10 @@ class GrammarArgs(Section):
     """A grammar that takes longer to compile is refused."""
     max_compile_bytes: ByteSize = Field(default=ByteSize(2 * GIB), gt=0)
     """Memory that compiling may take beside the ingress replica's own."""
-    max_compiled_bytes: ByteSize = Field(default=ByteSize(4 * MIB), gt=0)
-    """Bytes that a compiled grammar may have; every rank reads it."""
+    max_compiled_bytes: ByteSize = Field(default=ByteSize(64 * MIB), gt=0)
+    """Bytes of memory that a compiled grammar may have; every rank holds it."""
     cache_bytes: ByteSize = Field(default=ByteSize(64 * MIB), gt=0)
-    """Bytes of compiled grammars that an ingress replica keeps."""
+    """Bytes of grammars that an ingress replica keeps."""
 
 
 class CorsArgs(Section):

@@ -45,7 +45,13 @@ class Detokenizer:
             return ""
         text = self._tokenizer.decode([*self._context_ids, *self._new_ids, token_id])
         is_hopeless = len(self._new_ids) >= MAX_PENDING
-        return "" if text.endswith(BROKEN) and not is_hopeless else text[self._context_len :]
+        is_cut = text.endswith(BROKEN) and not is_hopeless and self._is_cut([*self._new_ids, token_id])
+        return "" if is_cut else text[self._context_len :]
+
+    def _is_cut(self, token_ids: list[int]) -> bool:
+        """Of tokens whose text ends in BROKEN: whether that stands for bytes, not for itself."""
+        partial = b"".join(map(self._tokenizer.bytes.partial, token_ids))
+        return partial != b"" and not partial.endswith(BROKEN.encode())
 
     def flush(self) -> str:
         """What is left at the end of the sequence, less a cut character."""

@@ -7,8 +7,9 @@ ingress continues the open streams there.
 import asyncio
 import logging
 import os
+import re
 import time
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Mapping
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -30,11 +31,12 @@ from loray.deployments.block_pool import BlockPool
 from loray.deployments.config import BLOCK_SIZE, ServerArgs
 from loray.deployments.deadlines import in_time, seconds_left
 from loray.deployments.driver_log import DriverLog
-from loray.deployments.engine import ABORTED, Engine, QueueLimits
+from loray.deployments.engine import ABORTED, Engine
 from loray.deployments.errors import LorayError
 from loray.deployments.host_tier import HostTier
 from loray.deployments.model_check import check_model
-from loray.deployments.pools import size_pools
+from loray.deployments.pools import fitting_tokens, size_pools
+from loray.deployments.queue_limits import QueueLimits
 from loray.deployments.registry_follower import RegistryFollower
 from loray.deployments.request import AdapterRef, GenerationRequest
 from loray.deployments.scheduler import Scheduler
@@ -61,8 +63,8 @@ class Driver:
         self._log = DriverLog(self._tracing)
         await asyncio.to_thread(self._start, args)
         await self._adapters.preload(args.adapters.preload)
-        replica_id = serve.get_replica_context().replica_id.unique_id
-        follower = RegistryFollower(registry, replica_id, self._adapters.apply, self._adapters.statuses)
+        self._replica_id = serve.get_replica_context().replica_id.unique_id
+        follower = RegistryFollower(registry, self._replica_id, self._adapters.apply, self._adapters.statuses)
         self._following = asyncio.create_task(follower.run())
         self._reporting = asyncio.create_task(self._report())
 
@@ -79,18 +81,7 @@ class Driver:
         page_bytes = max(report.page_bytes for report in reports)
         self._adapters = AdapterService(store, self._engine, args.adapters.max_waiting, page_bytes)
         store.in_use, store.merge = self._adapters.in_use, Merger()
-        self._info = {
-            "model_dtype": reports[0].dtype,
-            "model_device_type": args.device,
-            "device_name": reports[0].device,
-            "attention": reports[0].attention,
-            "implementation": spec.implementation,
-            "tensor_parallel_size": args.tensor_parallel_size,
-            "kv_blocks": self._engine.stats()["kv_blocks_total"],
-            "adapter_pages": self._engine.stats()["adapter_pages_total"],
-            "max_total_tokens": spec.max_total_tokens,
-            "vocab_size": model_limits(read_config(folder)).vocab_size,
-        }
+        self._info = driver_info(args, spec, reports[0], self._engine.stats())
         logger.info("ready in %.1f s: %s", time.monotonic() - started, self._info)
 
     async def submit(self, request: bytes, endpoint: str, public_key: bytes) -> None:
@@ -140,6 +131,10 @@ class Driver:
 
     async def stats(self) -> dict[str, float]:
         return self._engine.stats()
+
+    async def replica_stats(self) -> tuple[str, dict[str, float]]:
+        """With this replica's id, for those who ask all replicas at once."""
+        return self._replica_id, self._engine.stats()
 
     async def info(self) -> dict[str, Any]:
         return self._info
@@ -197,6 +192,31 @@ def start_engine(
     group.host_reports.start(engine.prepared)
     engine.start(on_failure)
     return engine
+
+
+def driver_info(args: ServerArgs, spec: RankSpec, report: LoadReport, stats: Mapping[str, float]) -> dict[str, Any]:
+    """For ingress, which makes its limits of it, and /info."""
+    folder = Path(spec.model_path)
+    num_tokens = int(stats["kv_blocks"]) * BLOCK_SIZE
+    return {
+        "model_sha": folder.name if is_snapshot(folder) else args.model.revision,
+        "model_dtype": report.dtype,
+        "model_device_type": args.device,
+        "device_name": report.device,
+        "attention": report.attention,
+        "implementation": spec.implementation,
+        "tensor_parallel_size": args.tensor_parallel_size,
+        "kv_blocks": stats["kv_blocks"],
+        "adapter_pages": stats["adapter_pages"],
+        "max_total_tokens": fitting_tokens(args, spec.max_total_tokens, num_tokens),
+        "max_batch_total_tokens": num_tokens,  # of all that run
+        "vocab_size": model_limits(read_config(folder)).vocab_size,
+    }
+
+
+def is_snapshot(folder: Path) -> bool:
+    """Whether it comes from the hub, whose cache names the folders by their commits."""
+    return folder.parent.name == "snapshots" and re.fullmatch("[0-9a-f]{40}", folder.name) is not None
 
 
 def rank_spec(args: ServerArgs, folder: Path) -> RankSpec:

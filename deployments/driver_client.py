@@ -72,8 +72,9 @@ class DriverClient:
                 if losses >= MAX_LOSSES:
                     raise Incomplete(f"{losses} replicas in a row were lost under this request") from loss
 
-    async def stats(self) -> dict[str, float]:
-        return await self._ask("stats")
+    async def stats(self) -> dict[str, dict[str, float]]:
+        answers = await self._driver.broadcast("replica_stats").results_async(timeout_s=ASK_S, return_exceptions=True)
+        return dict(answer for answer in answers if not isinstance(answer, BaseException))  # else a replica that is being lost
 
     async def adapters(self) -> list[str]:
         return await self._ask("adapters")
@@ -86,13 +87,12 @@ class DriverClient:
         try:
             return await asyncio.wait_for(_result(self._driver.chat_template.remote(msgspec.msgpack.encode(adapter))), TEMPLATE_S)
         except RayTaskError as error:
-            if isinstance(error.cause, LorayError):
-                raise error.cause from error
-            raise
+            raise _told(error, "the driver") from error
         except TimeoutError as error:
             raise AdapterFailed(f"adapter {adapter.adapter_id!r}: after {TEMPLATE_S:.0f} s it is still being fetched; try again") from error
         except RayError as error:
-            raise Incomplete(f"adapter {adapter.adapter_id!r}: no replica has found it: {error}") from error
+            logger.warning("no driver replica answers chat_template: %r", error)
+            raise Incomplete(f"adapter {adapter.adapter_id!r}: no replica has found it") from error
 
     async def adapter_statuses(self) -> dict[str, list[AdapterStatus]]:
         return msgspec.msgpack.decode(await self._ask_registry("statuses"), type=dict[str, list[AdapterStatus]])
@@ -106,19 +106,21 @@ class DriverClient:
     async def _ask(self, method: str) -> Any:
         try:
             return await asyncio.wait_for(_result(getattr(self._driver, method).remote()), ASK_S)
+        except RayTaskError as error:
+            raise _told(error, "the driver") from error
         except (RayError, TimeoutError) as error:
-            raise Unhealthy(f"no driver replica answers: {error}") from error
+            logger.warning("no driver replica answers %s: %r", method, error)
+            raise Unhealthy("no driver replica answers") from error
 
     async def _ask_registry(self, method: str, *messages: msgspec.Struct) -> Any:
         response = getattr(self._registry, method).remote(*map(msgspec.msgpack.encode, messages))
         try:
             return await asyncio.wait_for(_result(response), REGISTRY_S)
         except RayTaskError as error:
-            if isinstance(error.cause, LorayError):
-                raise error.cause from error
-            raise
+            raise _told(error, "the adapter registry") from error
         except (RayError, TimeoutError) as error:
-            raise Unhealthy(f"the adapter registry does not answer: {error}") from error
+            logger.warning("the adapter registry does not answer %s: %r", method, error)
+            raise Unhealthy("the adapter registry does not answer") from error
 
     async def _attempt(self, request: GenerationRequest) -> AsyncGenerator[TokenEvent, None]:
         """One request at one replica, to its last event."""
@@ -165,6 +167,14 @@ class DriverClient:
 
 async def _result(response: DeploymentResponse) -> Any:
     return await response
+
+
+def _told(error: RayTaskError, who: str) -> LorayError:
+    """What the caller learns of an error in another process; its traceback is for the log."""
+    if isinstance(error.cause, LorayError):
+        return error.cause
+    logger.error("%s failed", who, exc_info=error)
+    return Incomplete(f"{who} failed; its log says why")
 
 
 def _raise_if_lost(call: asyncio.Task[Any]) -> None:

@@ -21,8 +21,10 @@ from loray.deployments.adapter_tiers import AdapterTiers
 from loray.deployments.adapters import Adapter
 from loray.deployments.deadlines import Deadlines
 from loray.deployments.engine_stats import EngineCounts, engine_stats
-from loray.deployments.errors import AdapterFailed, DeadlineExceeded, GrammarFailed, Incomplete, InvalidRequest, LorayError, Overloaded
+from loray.deployments.errors import AdapterFailed, DeadlineExceeded, GrammarFailed, Incomplete, LorayError
 from loray.deployments.outcomes import outcomes
+from loray.deployments.queue_limits import QueueLimits, check_admission
+from loray.deployments.rank_grammars import RankGrammars
 from loray.deployments.request import GenerationRequest, TokenEvent
 from loray.deployments.scheduler import Plan, Scheduler
 from loray.deployments.sequence import Ending, Sequence
@@ -47,13 +49,6 @@ class Steps(Protocol):
         ...
 
 
-class QueueLimits(msgspec.Struct, frozen=True):
-    """Requests that may wait; beyond them one is answered with Overloaded."""
-
-    max_waiting: int
-    max_waiting_of_adapter: int
-
-
 class Engine:
     def __init__(self, scheduler: Scheduler, tiers: AdapterTiers, steps: Steps, eos_ids: Collection[int], limits: QueueLimits) -> None:
         self._scheduler = scheduler
@@ -65,6 +60,7 @@ class Engine:
         self._inbox: SimpleQueue[Callable[[], None]] = SimpleQueue()
         self._sequences: dict[str, Sequence] = {}
         self._on_end: dict[str, Callable[[Ending], object]] = {}
+        self._grammars = RankGrammars()
         self._deadlines = Deadlines()
         self._in_flight: deque[Plan] = deque()
         self._outgoing: list[tuple[Address, TokenEvent]] = []
@@ -90,7 +86,7 @@ class Engine:
         self._post(lambda: self._abort(request_id))
 
     def prepared(self, prepared: Prepared) -> None:
-        """All ranks are through with reading an adapter into host memory."""
+        """All ranks are through with reading an adapter into host memory, or with compiling a grammar."""
         self._post(lambda: self._take_prepared(prepared))
 
     def call(self, work: Callable[[AdapterTiers], T]) -> Future[T]:
@@ -164,18 +160,15 @@ class Engine:
         plan = self._scheduler.schedule()
         if self._scheduler.has_displaced:
             self._fail_displaced()
-        prepares, drops = self._tiers.host.take_orders()
-        freed_pages = self._tiers.table.take_freed_pages()
-        if plan is None and not prepares and not drops and not freed_pages:
+        orders = *self._tiers.host.take_orders(), self._tiers.table.take_freed_pages(), *self._grammars.take_orders()
+        if plan is None and not any(orders):
             return False
         plan = plan or Plan()  # orders ride in a step, and wait for no other
         if not self._in_flight:
             self._last_progress = time.monotonic()
         self._counts.num_steps += 1
         self._in_flight.append(plan)
-        self._steps.send(
-            Step(self._counts.num_steps, list(plan.loads.values()), plan.admissions, list(plan.rows.values()), prepares, drops, freed_pages)
-        )
+        self._steps.send(Step(self._counts.num_steps, list(plan.loads.values()), plan.admissions, list(plan.rows.values()), *orders))
         return True
 
     def _complete(self, result: StepResult) -> None:
@@ -208,33 +201,17 @@ class Engine:
         self._sequences[request.request_id] = sequence
         self._on_end[request.request_id] = on_end
         try:
-            self._check(sequence)
+            check_admission(sequence, self._scheduler, self._tiers, self._limits)
         except LorayError as refusal:
             sequence.is_finished = True
             return self._end_with(sequence, refusal)
+        self._grammars.want(sequence)
         self._scheduler.add(sequence)
         if sequence.deadline < math.inf:
             self._deadlines.add(request.request_id, sequence.deadline)
         if sequence.adapter:
             self._tiers.host.want(sequence.adapter)
         self._tell(sequence)
-
-    def _check(self, sequence: Sequence) -> None:
-        """Raises if this sequence could not wait, or never run, here."""
-        scheduler = self._scheduler
-        num_tokens = sequence.request.max_tokens
-        adapter_id = self._tiers.table.known(sequence.adapter).adapter_id if sequence.adapter else ""
-        num_waiting = scheduler.num_waiting_of(adapter_id)
-        if len(scheduler.waiting) >= self._limits.max_waiting * (1 if num_waiting else 2):  # a full queue is of those who fill it
-            raise Overloaded(f"{len(scheduler.waiting)} requests are waiting already; try again")
-        if num_waiting >= self._limits.max_waiting_of_adapter:
-            raise Overloaded(f"{num_waiting} requests of {adapter_id or 'the base model'} are waiting already; try again")
-        if scheduler.blocks.num_needed(num_tokens) > scheduler.blocks.num_blocks:
-            room = scheduler.blocks.num_blocks * scheduler.blocks.block_size
-            what = "the input is" if sequence.request.pooling else "prompt and max_new_tokens are"
-            raise InvalidRequest(f"{what} {num_tokens} tokens, more than the KV cache holds ({room})")
-        if sequence.adapter:
-            self._tiers.check(sequence.adapter)
 
     def _abort(self, request_id: str) -> None:
         sequence = self._sequences.get(request_id)
@@ -291,10 +268,13 @@ class Engine:
     def _forget(self, sequence: Sequence, error: str = "") -> None:
         self._on_end.pop(sequence.request.request_id)(sequence.ending(error))
         del self._sequences[sequence.request.request_id]
+        self._grammars.release(sequence)
         if sequence.adapter:
             self._tiers.free_unused(sequence.adapter)
 
     def _take_prepared(self, prepared: Prepared) -> None:
+        if prepared.grammar:
+            return self._grammars.arrived(prepared.grammar, prepared.num_bytes, prepared.error)
         self._counts.num_host_loads += 1
         self._counts.host_load_seconds += prepared.seconds
         if prepared.error:

@@ -20,19 +20,20 @@ class EngineCounts:
 
 
 def engine_stats(scheduler: Scheduler, tiers: AdapterTiers, counts: EngineCounts) -> dict[str, float]:
+    """Names that end in _total count since the start, all others are of this moment."""
     return {
         "running": len(scheduler.running),
         "waiting": len(scheduler.waiting),
         "kv_blocks_used": scheduler.blocks.num_used,
-        "kv_blocks_total": scheduler.blocks.num_blocks,
+        "kv_blocks": scheduler.blocks.num_blocks,
         "kv_blocks_cached": scheduler.blocks.num_cached,
         "adapter_references": scheduler.adapters.num_references,
         "adapters_resident": scheduler.adapters.num_resident,
         "adapter_pages_used": scheduler.adapters.num_used_pages,
-        "adapter_pages_total": scheduler.adapters.num_pages,
+        "adapter_pages": scheduler.adapters.num_pages,
         "adapter_evictions_gpu_total": scheduler.adapters.num_evictions,
         "adapter_host_bytes_used": tiers.host.num_bytes,
-        "adapter_host_bytes_total": tiers.host.max_bytes,
+        "adapter_host_bytes": tiers.host.max_bytes,
         "adapters_in_host": tiers.host.num_adapters,
         "adapter_evictions_host_total": tiers.host.num_evictions,
         "adapter_loads_host_total": counts.num_host_loads,

@@ -11,12 +11,14 @@ from starlette.responses import JSONResponse
 from loray.deployments import request_log
 from loray.deployments.errors import (
     AdapterNotFound,
+    DeadlineExceeded,
     InvalidRequest,
     LorayError,
     Overloaded,
     TemplateError,
     TooLarge,
     ToolError,
+    TooSlow,
     Unauthorized,
 )
 
@@ -50,6 +52,7 @@ ERROR_RESPONSES: dict[int | str, dict[str, Any]] = {
         403: "this server has no admin key",
         404: "there is no such thing",
         405: "the path knows other methods",
+        408: "the body did not come in time",
         413: "the body is too large",
         422: "the request is wrong; says which field and why",
         424: "the adapter can't be used; says which and why",
@@ -75,7 +78,7 @@ def openai_body(error: LorayError) -> dict[str, Any]:
         kind, code = "invalid_request_error", "invalid_api_key"
     elif isinstance(error, Overloaded):
         kind, code = "overloaded", "rate_limit_exceeded"
-    elif isinstance(error, TooLarge):
+    elif isinstance(error, TooLarge | TooSlow):
         kind = "invalid_request_error"
     elif error.status < 500:
         kind, param = error.error_type, "model"
@@ -93,7 +96,7 @@ def is_openai(request: Request) -> bool:
 
 
 def response(request: Request, error: LorayError) -> JSONResponse:
-    request_log.add_failure(error)
+    request_log.add_failure(error.error_type)
     if is_openai(request):
         return JSONResponse(openai_body(error), openai_status(error), _headers(error))
     return JSONResponse(native_body(error), error.status, _headers(error))
@@ -102,6 +105,10 @@ def response(request: Request, error: LorayError) -> JSONResponse:
 def _headers(error: LorayError) -> dict[str, str]:
     if isinstance(error, Overloaded):
         return {"Retry-After": str(error.retry_after)}
+    if isinstance(error, TooSlow):
+        return {"Connection": "close"}  # what is left of the body is no next request
+    if isinstance(error, DeadlineExceeded) or isinstance(error.__cause__, DeadlineExceeded):
+        return {"x-should-retry": "false"}  # OpenAI's client would start it twice more, only to run out of time again
     return {"WWW-Authenticate": "Bearer"} if isinstance(error, Unauthorized) else {}
 
 

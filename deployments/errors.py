@@ -12,6 +12,7 @@ LorayError
 │   └── AdapterNotFound  424 generation             (404 model_not_found on /v1)
 │       └── UnknownAdapter  404 not_found           an admin asks for an adapter that this server does not know
 ├── TooLarge             413 too_large              the body has more bytes than limits.max_body_bytes
+├── TooSlow              408 too_slow               the body was not whole within limits.body_timeout_s
 ├── Overloaded           429 overloaded             the queue is full; try again after `retry_after` seconds
 ├── Incomplete           500 incomplete_generation  accepted, but could not be finished
 ├── DeadlineExceeded     500 incomplete_generation  accepted, but not finished in limits.request_timeout_s
@@ -83,6 +84,11 @@ class UnknownAdapter(AdapterNotFound):
 class TooLarge(LorayError):
     status = 413
     error_type = "too_large"
+
+
+class TooSlow(LorayError):
+    status = 408
+    error_type = "too_slow"
 
 
 class Overloaded(LorayError):

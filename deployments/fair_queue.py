@@ -100,12 +100,13 @@ class FairQueue:
         self._inside, self._outside = Lane(), Lane()  # of the base model and the adapters in the pool; of the others
         self._is_outside_shown = True
         self._loading: dict[Line, None] = {}  # in the order in which they were found to be
-        self._num_waiting = 0
+        self._held: dict[Sequence, None] = {}  # whose grammars the ranks don't have yet: in no line, where they would hold others up
+        self._num_waiting = 0  # in lines
         self._num_lines = 0  # ever made
 
     def __len__(self) -> int:
         """Sequences that wait."""
-        return self._num_waiting
+        return self._num_waiting + len(self._held)
 
     def num_waiting_of(self, adapter_id: str) -> int:
         account = self._accounts.get(adapter_id)
@@ -130,6 +131,9 @@ class FairQueue:
                 self._lane_of(line).push(line)
 
     def add(self, sequence: Sequence) -> None:
+        if sequence.waits_for_grammar:
+            self._held[sequence] = None
+            return
         adapter_id = adapter_id_of(sequence)
         if adapter_id not in self._accounts:
             self._accounts[adapter_id] = Account(adapter_id, self.weight_of(adapter_id), self._floor())
@@ -153,6 +157,9 @@ class FairQueue:
 
     def forget(self, sequence: Sequence) -> None:
         """It is finished, whether it ran or waited."""
+        if sequence in self._held:
+            del self._held[sequence]
+            return
         if sequence.slot is None:
             self._remove(sequence)
         else:
@@ -162,7 +169,10 @@ class FairQueue:
             del self._accounts[account.adapter_id]
 
     def wake_loaded(self) -> None:
-        """Adapters that have become ready since the last call get in line."""
+        """Adapters that have become ready since the last call get in line, and so do sequences whose grammars have."""
+        for sequence in [sequence for sequence in self._held if not sequence.waits_for_grammar]:
+            del self._held[sequence]
+            self.add(sequence)
         for line in [line for line in self._loading if line.adapter and (line.adapter.is_ready or line.adapter.page_ids)]:
             del self._loading[line]
             line.account.served = max(line.account.served, self._floor())

@@ -1,6 +1,5 @@
 """One request on its way: makes text of the backend's tokens and notes counts and times. Knows neither HTTP nor its shapes."""
 
-import asyncio
 import math
 import time
 from collections.abc import AsyncIterator
@@ -9,12 +8,13 @@ from dataclasses import dataclass, field
 from loray.deployments.backend import Backend
 from loray.deployments.detokenizer import Detokenizer
 from loray.deployments.errors import Incomplete
+from loray.deployments.off_loop import in_turn_if
 from loray.deployments.request import Alternatives, GenerationRequest, TokenEvent
 from loray.deployments.stop_strings import Shelter, StopStrings
 from loray.deployments.tokenizer import Tokenizer
 
 LOWEST_LOGPROB = -1e4  # stands for anything JSON can't write
-OFF_LOOP_TOKENS = 256  # about 2 ms of decoding; longer prompts would hold up every other stream, so a thread does them
+OFF_LOOP_TOKENS = 256  # about 2 ms of decoding one by one; longer prompts would hold up every other stream, so a thread does them
 
 
 @dataclass(frozen=True, slots=True)
@@ -24,6 +24,7 @@ class GeneratedToken:
     logprob: float  # finite
     is_special: bool
     alternatives: tuple["GeneratedToken", ...] = ()  # the most probable tokens at its place; none have alternatives themselves
+    partial: bytes = b""  # the token's own, where they are not whole characters
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,6 +34,7 @@ class PromptToken:
     logprob: float | None  # finite; the first has none, for nothing comes before it
     is_special: bool
     alternatives: tuple[GeneratedToken, ...] = ()
+    partial: bytes = b""  # as in GeneratedToken
 
 
 @dataclass(frozen=True, slots=True)
@@ -110,9 +112,7 @@ class Generation:
     async def prompt_tokens(self) -> list[PromptToken]:
         """Of a request that wants prompt log-probabilities, once its first piece is there."""
         assert len(self._prompt_logprobs) == self.num_prompt_tokens - 1, "the first token's event has all prompt log-probabilities"
-        if self.num_prompt_tokens <= OFF_LOOP_TOKENS:
-            return self._prompt_tokens()
-        return await asyncio.to_thread(self._prompt_tokens)
+        return await in_turn_if(self.num_prompt_tokens > OFF_LOOP_TOKENS, self._prompt_tokens)
 
     async def aclose(self) -> None:
         self.timing.finished = self.timing.finished or time.monotonic()
@@ -160,7 +160,8 @@ class Generation:
         tokens: list[PromptToken] = []
         for token_id, logprob, others in zip(self.request.prompt_ids, [0.0, *self._prompt_logprobs], [[], *alternatives], strict=True):
             token = _token(self._tokenizer, detokenizer, token_id, logprob, others)
-            tokens.append(PromptToken(token.id, token.text, token.logprob if tokens else None, token.is_special, token.alternatives))
+            prompt_logprob = token.logprob if tokens else None
+            tokens.append(PromptToken(token.id, token.text, prompt_logprob, token.is_special, token.alternatives, token.partial))
         return tokens
 
     def _rest(self) -> str:
@@ -174,11 +175,17 @@ def _token(tokenizer: Tokenizer, detokenizer: Detokenizer, token_id: int, logpro
     """Takes the token; the others might have stood in its place."""
     specials = tokenizer.special_texts
     alternatives = tuple(
-        GeneratedToken(other, specials.get(other) or detokenizer.peek(other), _finite(other_logprob), other in specials)
+        GeneratedToken(
+            other,
+            specials.get(other) or detokenizer.peek(other),
+            _finite(other_logprob),
+            other in specials,
+            partial=tokenizer.bytes.partial(other),
+        )
         for other, other_logprob in others
     )
     text = specials.get(token_id) or detokenizer.push(token_id)
-    return GeneratedToken(token_id, text, _finite(logprob), token_id in specials, alternatives)
+    return GeneratedToken(token_id, text, _finite(logprob), token_id in specials, alternatives, tokenizer.bytes.partial(token_id))
 
 
 def _finite(logprob: float) -> float:

@@ -1,4 +1,4 @@
-"""A process that compiles grammars, one at a time: what it reads may keep xgrammar busy for ever, fill the memory or crash it."""
+"""A process that compiles grammars, each in a child of its own: any may keep xgrammar busy for ever, fill the memory or crash it."""
 
 import json
 import os
@@ -8,12 +8,15 @@ from typing import Any
 import msgspec
 import numpy as np
 
+from loray.deployments.forked_work import ChildLost, ChildTooSlow, in_child
 from loray.deployments.json_schema import enforceable
 from loray.deployments.json_schema_patterns import Unenforceable, text_pattern
+from loray.deployments.string_lengths import MARK, with_lengths
 from loray.deployments.worker_process import Work, work_for_parent
 from loray.models.grammar_vocabulary import grammar_vocabulary
 
 ANY_OBJECT = '{"type": "object"}'
+LOST = "the grammar compiler did not survive it: it is nested too deep or takes too much memory"
 NUM_TRIED = 4  # tokens
 
 
@@ -25,11 +28,14 @@ class Start(msgspec.Struct, frozen=True):
 class Job(msgspec.Struct, frozen=True):
     kind: str  # as in grammars.GrammarSpec
     text: str
+    limit_s: float
 
 
 class Outcome(msgspec.Struct, frozen=True):
-    compiled: str = ""  # xgrammar's serialised form
+    rules: str = ""  # xgrammar's grammar as JSON, not compiled
+    num_bytes: int = 0  # of memory, compiled
     refusal: str = ""
+    is_too_slow: bool = False
 
 
 def _prepare(start: bytes) -> Work:
@@ -41,23 +47,34 @@ def _prepare(start: bytes) -> Work:
     warnings = os.memfd_create("warnings")
     os.dup2(warnings, 2)  # xgrammar says on stderr what it is going to ignore
 
-    def work(job: bytes) -> bytes:
+    def compiled(job: Job) -> bytes:
         os.ftruncate(warnings, 0)
         os.lseek(warnings, 0, os.SEEK_SET)  # else the next warning would come after a hole of zeros
-        outcome = _outcome(compiler, msgspec.msgpack.decode(job, type=Job))
+        outcome = _outcome(compiler, job)
         said = os.pread(warnings, 500, 0).decode(errors="replace")
-        if outcome.compiled and "Warning" in said:
+        if outcome.rules and "Warning" in said:
             outcome = Outcome(refusal=_without_place(said))
         return msgspec.msgpack.encode(outcome)
+
+    def work(message: bytes) -> bytes:
+        job = msgspec.msgpack.decode(message, type=Job)
+        try:
+            return in_child(lambda: compiled(job), job.limit_s)
+        except ChildTooSlow:
+            return msgspec.msgpack.encode(Outcome(is_too_slow=True))
+        except ChildLost:
+            return msgspec.msgpack.encode(Outcome(refusal=LOST))
 
     return work
 
 
 def _outcome(compiler: Any, job: Job) -> Outcome:
     try:
-        compiled = _compile(compiler, job)
+        grammar = _grammar(job)
+        rules = grammar.serialize_json()
+        compiled = compiler.compile_grammar(grammar)  # by the ranks anew, which must survive it
         _refuse_dead_ends(compiled)
-        return Outcome(compiled=compiled.serialize_json())
+        return Outcome(rules, compiled.memory_size_bytes)
     except Unenforceable as error:
         return Outcome(refusal=str(error))
     except json.JSONDecodeError as error:
@@ -70,17 +87,25 @@ def _outcome(compiler: Any, job: Job) -> Outcome:
         return Outcome(refusal=_without_place(str(error)))
 
 
-def _compile(compiler: Any, job: Job) -> Any:
+def _grammar(job: Job) -> Any:
+    from xgrammar import Grammar
+
     if job.kind == "json_object":
-        return compiler.compile_json_schema(ANY_OBJECT, any_whitespace=False)
+        return Grammar.from_json_schema(ANY_OBJECT, any_whitespace=False)
     if job.kind == "json_schema":
-        return compiler.compile_json_schema(json.dumps(enforceable(json.loads(job.text))), any_whitespace=False)
+        schema = json.dumps(enforceable(json.loads(job.text)))
+        return _with_lengths(Grammar.from_json_schema(schema, any_whitespace=False))
     if job.kind == "regex":
-        return compiler.compile_regex(text_pattern(job.text))
+        return Grammar.from_regex(text_pattern(job.text))
     if job.kind == "ebnf":
-        return compiler.compile_grammar(job.text)
+        return Grammar.from_ebnf(job.text)
     assert job.kind == "structural_tag", job.kind
-    return compiler.compile_structural_tag(json.dumps(_checked_tags(json.loads(job.text))))
+    return _with_lengths(Grammar.from_structural_tag(json.dumps(_checked_tags(json.loads(job.text)))))
+
+
+def _with_lengths(grammar: Any) -> Any:
+    text = str(grammar)
+    return type(grammar).from_ebnf(with_lengths(text)) if MARK in text else grammar
 
 
 def _refuse_dead_ends(compiled: Any) -> None:
@@ -107,8 +132,17 @@ def _checked_tags(value: Any) -> Any:
     if not isinstance(value, dict):
         return value
     if value.get("type") == "json_schema" and "json_schema" in value:
-        return {"max_whitespace_cnt": 1, **value, "json_schema": enforceable(value["json_schema"])}
+        others = {name: item for name, item in value.items() if name != "place"}
+        return {"max_whitespace_cnt": 1, **others, "json_schema": _enforceable_at(value.get("place", ""), value["json_schema"])}
     return {name: _checked_tags(item) for name, item in value.items()}
+
+
+def _enforceable_at(place: str, schema: Any) -> Any:
+    """`place`: whose schema it is, of several."""
+    try:
+        return enforceable(schema)
+    except Unenforceable as error:
+        raise Unenforceable(place, str(error)) from error
 
 
 def _without_place(message: str) -> str:

@@ -12,15 +12,18 @@ from fastapi.responses import JSONResponse
 from prometheus_client import CONTENT_TYPE_LATEST
 from starlette.exceptions import HTTPException
 from starlette.middleware.cors import CORSMiddleware
-from starlette.routing import Match
+from starlette.routing import Match, Route
 
-from loray.deployments import admin, error_shapes, native, openai
+from loray.deployments import admin, error_shapes, native, openai, request_log
+from loray.deployments.config import ServerArgs
 from loray.deployments.error_shapes import ERROR_RESPONSES
-from loray.deployments.errors import InvalidRequest, LorayError, TooLarge
-from loray.deployments.middleware import KeyCheck, Limits, RequestRecord
+from loray.deployments.errors import InvalidRequest, LorayError, TooLarge, TooSlow
+from loray.deployments.health import Health
+from loray.deployments.middleware import KeyCheck, LastResort, Limits, RequestRecord
+from loray.deployments.openai_docs import leave_out_422
 from loray.deployments.request_spans import RequestSpans
 from loray.deployments.service import Service
-from loray.deployments.tracing import Tracing, make_tracing
+from loray.deployments.tracing import make_tracing
 
 METRICS: dict[str, Any] = {"content": {"text/plain": {"schema": {"type": "string"}}, "application/json": {"schema": {"type": "array"}}}}
 
@@ -41,22 +44,27 @@ def make_app(service: Service, answers_request_id: bool = True) -> FastAPI:
         version=str(service.info()["version"]),
         responses=ERROR_RESPONSES,
         lifespan=lifespan,
+        redirect_slashes=False,  # a path with one more is another, and unknown
     )
     _add_error_handlers(app)
-    app.include_router(native.make_router(service))
-    app.include_router(openai.make_router(service))
-    app.include_router(admin.make_router(service))
-    _add_health(app, service)
+    routers = [native.make_router(service), openai.make_router(service), admin.make_router(service)]
+    for router in routers:
+        app.include_router(router)
+    leave_out_422(app)
+    _add_health(app, Health(service))
     _add_descriptions(app, service)
-    _add_middleware(app, service, tracing, answers_request_id)
+    _add_guards(app, service.args)
+    spans = RequestSpans(tracing) if tracing else None
+    routes = [route for router in [app.router, *routers] for route in router.routes if isinstance(route, Route)]
+    app.add_middleware(RequestRecord, metrics=service.metrics, spans=spans, answers_id=answers_request_id, routes=routes)
     return app
 
 
-def _add_middleware(app: FastAPI, service: Service, tracing: Tracing | None, answers_request_id: bool) -> None:
+def _add_guards(app: FastAPI, args: ServerArgs) -> None:
     """The last is the outermost."""
-    args = service.args
-    app.add_middleware(Limits, int(args.limits.max_body_bytes), args.limits.max_concurrent_requests)
+    app.add_middleware(Limits, args.limits)
     app.add_middleware(KeyCheck, keys=args.api_keys)
+    app.add_middleware(LastResort)
     if args.cors.allow_origins:  # outside of the keys: a browser asks for permission without one
         app.add_middleware(
             CORSMiddleware,
@@ -67,8 +75,6 @@ def _add_middleware(app: FastAPI, service: Service, tracing: Tracing | None, ans
             allow_credentials=args.cors.allow_credentials,
             max_age=args.cors.max_age_s,
         )
-    spans = RequestSpans(tracing) if tracing else None
-    app.add_middleware(RequestRecord, metrics=service.metrics, spans=spans, answers_id=answers_request_id)
 
 
 def _add_error_handlers(app: FastAPI) -> None:
@@ -86,6 +92,8 @@ def _add_error_handlers(app: FastAPI) -> None:
             return error_shapes.response(request, InvalidRequest(f"the body is not valid JSON: {error.detail}"))
         if error.status_code == TooLarge.status:
             return error_shapes.response(request, TooLarge(error.detail))
+        if error.status_code == TooSlow.status:
+            return error_shapes.response(request, TooSlow(error.detail))
         return _routing_error(request, error)
 
 
@@ -105,7 +113,9 @@ def _routing_error(request: Request, error: HTTPException) -> Response:
     """An unknown path or method."""
     phrase = http.HTTPStatus(error.status_code).phrase
     message = f"{request.method} {request.url.path}: {phrase.lower()}"
-    body: dict[str, Any] = {"error": message, "error_type": phrase.lower().replace(" ", "_")}
+    error_type = phrase.lower().replace(" ", "_")
+    request_log.add_failure(error_type)
+    body: dict[str, Any] = {"error": message, "error_type": error_type}
     if error_shapes.is_openai(request):
         body = {"error": {"message": message, "type": "invalid_request_error", "param": None, "code": None}}
     headers = {"Allow": ", ".join(_allowed_methods(request))} if error.status_code == http.HTTPStatus.METHOD_NOT_ALLOWED else error.headers
@@ -118,7 +128,7 @@ def _allowed_methods(request: Request) -> list[str]:
     return [name for name, scope in scopes.items() if any(route.matches(scope)[0] is Match.FULL for route in request.app.routes)]
 
 
-def _add_health(app: FastAPI, service: Service) -> None:
+def _add_health(app: FastAPI, checks: Health) -> None:
     @app.get("/", tags=["health"], response_class=Response)  # the class: OpenAPI shows an empty body
     @app.head("/", include_in_schema=False)
     @app.get("/health", tags=["health"], response_class=Response)
@@ -127,13 +137,13 @@ def _add_health(app: FastAPI, service: Service) -> None:
     @app.head("/ping", include_in_schema=False)
     async def health() -> Response:
         """200 when tokens can be made, else 503."""
-        await service.check_health()
+        await checks.check()
         return Response()
 
     @app.get("/startup", tags=["health"], response_class=Response)
     async def startup() -> Response:
         """200 once a real generation has worked."""
-        await service.check_started()
+        await checks.check_started()
         return Response()
 
 
@@ -145,7 +155,7 @@ def _add_descriptions(app: FastAPI, service: Service) -> None:
 
     @app.get("/metrics", tags=["description"], response_class=Response, responses={200: METRICS})
     async def metrics(request: Request) -> Response:
-        """Prometheus text, or JSON if asked for. One ingress replica answers, for itself and for the driver."""
+        """Prometheus text, or JSON if asked for. One ingress replica answers, for itself and for all drivers."""
         stats, _ = await asyncio.gather(service.driver_stats(), service.measure_adapters())
         if "application/json" in request.headers.get("accept", ""):
             return JSONResponse(service.metrics.families(stats))

@@ -1,6 +1,7 @@
 """The deployment that speaks HTTP and Python handles: text in, text out. All CPU work of a request scales here."""
 
 import asyncio
+import gc
 from collections.abc import AsyncIterator
 from typing import Any
 
@@ -28,9 +29,12 @@ class Ingress:
         folder = await asyncio.to_thread(resolve_model, args.model.id, args.model.revision)
         tokenizer = await asyncio.to_thread(Tokenizer.load, folder, args.model.trust_remote_code)
         facts = await driver.info.remote()
-        self._service = Service(args, tokenizer, DriverClient(driver, registry), facts["max_total_tokens"], facts)
+        replica = serve.get_replica_context().replica_id.unique_id
+        self._service = Service(args, tokenizer, DriverClient(driver, registry), facts["max_total_tokens"], facts, replica)
         self._native = NativeApi(self._service)
         self._admin = AdapterAdmin(self._service)
+        gc.collect()
+        gc.freeze()  # what lives as long as this process: a full collection that looks at it stops every stream for 0.2 s
 
     def __serve_build_asgi_app__(self) -> FastAPI:
         return make_app(self._service, answers_request_id=False)  # Serve's proxy does, and two would be one too many

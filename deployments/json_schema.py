@@ -12,8 +12,10 @@ from urllib.parse import unquote
 from jsonschema import Draft202012Validator
 from jsonschema.exceptions import SchemaError
 
-from loray.deployments.json_schema_merge import merged
+from loray.deployments.json_schema_endings import refuse_endless
+from loray.deployments.json_schema_merge import merged, merged_within
 from loray.deployments.json_schema_patterns import Unenforceable, string_pattern
+from loray.deployments.json_schema_sizes import has_large_integer, property_counts, refuse_large_numbers
 from loray.deployments.json_schema_values import any_name_but, integer, number, string
 
 Schema = dict[str, Any]
@@ -59,7 +61,7 @@ class _Rewriter:
         while self._new:
             uri = self._new.pop()
             defs[self._names[uri]] = self._schema(self._target(uri, ""), uri.removeprefix("#/"))
-        _refuse_circles(schema, defs)
+        refuse_endless(schema, defs)
         return {**schema, "$defs": defs} if defs else schema
 
     def _count(self) -> None:
@@ -84,7 +86,7 @@ class _Rewriter:
             if name in rest:
                 raise Unenforceable(path, f"{name} can't be enforced")
         if "$ref" in rest or "allOf" in rest:
-            return self._schema(self._all_of(rest, path), path)
+            return self._schema(self._flat(rest, path), path)
         for name in ("anyOf", "oneOf"):
             if name in rest:
                 return self._choice(rest, name, path)
@@ -99,24 +101,36 @@ class _Rewriter:
             values = [value for value in values if validator.is_valid(value)]
         if not values:
             raise Unenforceable(path, "none of its values is allowed by what stands beside them")
-        if any(_has_large_integer(value) for value in values):
+        if any(has_large_integer(value) for value in values):
             raise Unenforceable(path, "has an integer of more than 64 bits")
         return {"enum": values}
+
+    def _flat(self, schema: Schema, path: str) -> Schema:
+        """Without $ref and allOf, unless there are values to choose from."""
+        seen: list[Schema] = []
+        while ("$ref" in schema or "allOf" in schema) and "enum" not in schema and "const" not in schema:
+            if schema in seen:
+                raise Unenforceable(path, "$ref: leads in a circle")
+            seen.append(schema)
+            schema = self._all_of(schema, path)
+        return schema
 
     def _all_of(self, schema: Schema, path: str) -> Schema:
         whole = {name: value for name, value in schema.items() if name not in ("$ref", "allOf")}
         parts = list(schema.get("allOf", []))
         if "$ref" in schema:
             parts.append({"$ref": schema["$ref"]})
-        for part in parts:
-            self._count()
-            seen: set[str] = set()
-            while isinstance(part, dict) and "$ref" in part:
-                _refuse_again(part["$ref"], seen, path)
-                others = {name: value for name, value in part.items() if name != "$ref"}
-                part = merged(self._target(part["$ref"], path), others, path)
-            whole = merged(whole, part, path)
-        return whole
+        return merged_within(whole, [self._part(part, path) for part in parts], path)
+
+    def _part(self, part: Any, path: str) -> Any:
+        """Of an allOf, without $ref."""
+        self._count()
+        seen: set[str] = set()
+        while isinstance(part, dict) and "$ref" in part:
+            _refuse_again(part["$ref"], seen, path)
+            others = {name: value for name, value in part.items() if name != "$ref"}
+            part = merged_within(others, [self._target(part["$ref"], path)], path)
+        return part
 
     def _choice(self, schema: Schema, name: str, path: str) -> Schema:
         branches = schema[name]
@@ -128,13 +142,14 @@ class _Rewriter:
                     )
         beside = {other: value for other, value in schema.items() if other != name}
         if beside:
-            branches = [merged(beside, self._resolved(branch, path), path) for branch in branches]
+            branches = [merged_within(beside, [self._resolved(branch, path)], path) for branch in branches]
         return {"anyOf": [self._schema(branch, f"{path}/{name}/{index}") for index, branch in enumerate(branches)]}
 
     def _typed(self, schema: Schema, path: str) -> Schema:
         types = schema.get("type") or [kind for kind, names in KEYWORDS.items() if any(name in schema for name in names)]
         if isinstance(types, str):
             types = [types]
+        refuse_large_numbers(schema, path)
         rewrite: dict[str, Callable[[Schema, str], Schema]] = {
             "object": self._object,
             "array": self._array,
@@ -152,9 +167,9 @@ class _Rewriter:
             raise Unenforceable(path, "uniqueItems can't be enforced")
         if "contains" in schema:
             raise Unenforceable(path, "contains can't be enforced")
-        max_items = schema.get("maxItems")
-        prefix = schema.get("prefixItems", [])[:max_items]
-        result: Schema = {"type": "array", **{name: int(schema[name]) for name in ("minItems", "maxItems") if name in schema}}
+        counts: Schema = {name: int(schema[name]) for name in ("minItems", "maxItems") if name in schema}
+        prefix = schema.get("prefixItems", [])[: counts.get("maxItems")]
+        result: Schema = {"type": "array", **counts}
         if prefix:
             result["prefixItems"] = [self._schema(item, f"{path}/prefixItems/{index}") for index, item in enumerate(prefix)]
         others = schema.get("items", schema.get("unevaluatedItems", not prefix or schema.get("minItems", 0) > len(prefix)))
@@ -172,9 +187,11 @@ class _Rewriter:
         required = schema.get("required", [])
         for name in required:
             if name not in properties:
-                if patterns or others is False and "additionalProperties" in schema:
+                if patterns or others is False and ("additionalProperties" in schema or "unevaluatedProperties" in schema):
                     raise Unenforceable(path, f"required: {name} is none of the properties")
                 properties[name] = others if isinstance(others, dict) else {}
+            elif properties[name] is False:
+                raise Unenforceable(f"{path}/properties/{name}", "false allows nothing, and it is required")
         if others is False:
             properties = {name: value for name, value in properties.items() if value is not False}
         result: Schema = {"type": "object", "additionalProperties": others is not False}
@@ -192,9 +209,11 @@ class _Rewriter:
         if "propertyNames" in schema and schema["propertyNames"] is not True:
             if properties or patterns:
                 raise Unenforceable(path, "propertyNames can't be enforced beside properties or patternProperties")
-            result["propertyNames"] = self._schema({"type": "string", **schema["propertyNames"]}, f"{path}/propertyNames")
+            if others is not False:  # else there are no names, but xgrammar would let some come
+                place = f"{path}/propertyNames"
+                result["propertyNames"] = self._schema(merged({"type": "string"}, schema["propertyNames"], place), place)
         is_open = others is not False or bool(patterns)
-        return result | _property_counts(schema, is_open, len(result.get("required", [])), path)
+        return result | property_counts(schema, is_open, len(result.get("required", [])), path)
 
     def _check_patterns(self, schema: Schema, others: Any, path: str) -> None:
         """A name that is also declared, or matches twice, would have to satisfy both schemas."""
@@ -259,33 +278,7 @@ def _types(schema: Schema) -> set[str]:
     return found | {"integer"} if "number" in found else found
 
 
-def _property_counts(schema: Schema, is_open: bool, num_required: int, path: str) -> Schema:
-    """A name may come twice in an open object, and counts once."""
-    least, most = int(schema.get("minProperties", 0)), schema.get("maxProperties")
-    if is_open and least > max(1, num_required):
-        raise Unenforceable(path, "minProperties can't be enforced where properties are not all named")
-    counts = {} if least <= num_required else {"minProperties": least}
-    return counts if most is None else counts | {"maxProperties": int(most)}
-
-
-def _has_large_integer(value: Any) -> bool:
-    if isinstance(value, list | dict):
-        return any(map(_has_large_integer, value.values() if isinstance(value, dict) else value))
-    return isinstance(value, int) and not -(2**63) <= value < 2**63
-
-
 def _refuse_again(uri: str, seen: set[str], path: str) -> None:
     if uri in seen:
         raise Unenforceable(path, "$ref: leads in a circle")
     seen.add(uri)
-
-
-def _refuse_circles(schema: Schema, defs: dict[str, Schema]) -> None:
-    """A reference that leads to itself and to nothing else."""
-    for start in [schema, *defs.values()]:
-        seen, place = 0, start
-        while "$ref" in place:
-            place = defs[place["$ref"].rpartition("/")[2]]
-            seen += 1
-            if seen > len(defs):
-                raise Unenforceable("", "$ref: leads in a circle")

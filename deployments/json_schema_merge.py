@@ -11,6 +11,12 @@ SMALLER = {"maximum", "exclusiveMaximum", "maxLength", "maxItems", "maxPropertie
 IGNORED = {"title", "description", "default", "examples", "deprecated", "readOnly", "writeOnly", "discriminator", "$comment"}
 IGNORED |= {"$schema", "$defs", "definitions"}
 NESTED = {"items", "propertyNames", "additionalProperties"}  # one schema each
+# Each speaks of what no other keyword of its schema speaks of, nor any of the schemas within that are about the same value.
+UNEVALUATED = {
+    "unevaluatedProperties": {"properties", "patternProperties", "additionalProperties", "unevaluatedProperties"},
+    "unevaluatedItems": {"items", "prefixItems", "unevaluatedItems"},
+}
+WITHIN = {"allOf", "anyOf", "oneOf", "$ref"}
 
 
 def merged(one: Any, other: Any, path: str) -> Schema:
@@ -25,6 +31,15 @@ def merged(one: Any, other: Any, path: str) -> Schema:
             continue
         result[name] = _both(name, result[name], value, path) if name in result else value
     return result
+
+
+def merged_within(outer: Schema, inner: list[Any], path: str) -> Schema:
+    """A schema and those within it that are about the same value: what they leave unevaluated, it speaks of."""
+    unevaluated = {name: value for name, value in outer.items() if name in UNEVALUATED}
+    whole = {name: value for name, value in outer.items() if name not in UNEVALUATED}
+    for part in inner:
+        whole = merged(whole, part, path)
+    return {**unevaluated, **whole}
 
 
 def _both(name: str, one: Any, other: Any, path: str) -> Any:
@@ -73,5 +88,12 @@ def _check_scopes(one: Schema, other: Schema, path: str) -> None:
     foreign = other.get("properties", {}).keys() - one.get("properties", {}).keys()
     if foreign and (one.get("additionalProperties", True) is not True or "patternProperties" in one):
         raise Unenforceable(path, "additionalProperties and patternProperties can't be enforced beside the properties of another part")
+    foreign = other.get("patternProperties", {}).keys() - one.get("patternProperties", {}).keys()
+    if foreign and one.get("additionalProperties", True) is not True:
+        raise Unenforceable(path, "additionalProperties can't be enforced beside the patternProperties of another part")
     if "prefixItems" in other and "items" in one and "prefixItems" not in one:
         raise Unenforceable(path, "items can't be enforced beside the prefixItems of another part")
+    for name, seen in UNEVALUATED.items():
+        beside = sorted(other.keys() & (seen | WITHIN))
+        if name in one and beside:
+            raise Unenforceable(path, f"{name} can't be enforced beside the {beside[0]} of another part")

@@ -29,7 +29,7 @@ DIGITS: Ranges = [(0x30, 0x39)]
 WORD: Ranges = [(0x30, 0x39), (0x41, 0x5A), (0x5F, 0x5F), (0x61, 0x7A)]
 SHORTHANDS = {codes.CATEGORY_DIGIT: (DIGITS, DIGITS), codes.CATEGORY_SPACE: (ASCII_SPACES, SPACES), codes.CATEGORY_WORD: (WORD, WORD)}
 NEGATED = {codes.CATEGORY_NOT_DIGIT: DIGITS, codes.CATEGORY_NOT_SPACE: SPACES, codes.CATEGORY_NOT_WORD: WORD}
-READ_ALIKE = re.compile(r"(?:[^\\\[{]|\{(?!,\d*\})|\\.|\[\^?(?:\\.|[^\]\\])+\])*", re.DOTALL)  # by ECMA and by Python
+READ_ALIKE = re.compile(r"(?:[^\\\[{]|\{(?!,\d*\})|\\.|\[(?!\^?\])(?:\\.|[^\]\\])+\])*", re.DOTALL)  # by ECMA and by Python
 SIGNS = {(0, codes.MAXREPEAT): "*", (1, codes.MAXREPEAT): "+", (0, 1): "?"}
 CHARACTERS = {codes.ANY, codes.LITERAL, codes.NOT_LITERAL, codes.IN}
 ONLY_GROUPS = {codes.ASSERT, codes.ASSERT_NOT, codes.ATOMIC_GROUP, codes.GROUPREF, codes.GROUPREF_EXISTS, codes.FAILURE}
@@ -78,9 +78,10 @@ class _Writer:
 
     def _sequence(self, items: Any, is_first: bool, is_last: bool) -> str:
         """`is_first`, `is_last`: it stands at an end of the whole."""
-        last = len(items) - 1
+        texts = [i for i, (code, _) in enumerate(items) if code is not codes.AT] or [len(items), 0]
+        first, last = texts[0], texts[-1]
         places = enumerate(items)
-        return "".join(self._item(code, value, is_first and i == 0, is_last and i == last) for i, (code, value) in places)
+        return "".join(self._item(code, value, is_first and i <= first, is_last and i >= last) for i, (code, value) in places)
 
     def _item(self, code: Any, value: Any, is_first: bool, is_last: bool) -> str:
         if code is codes.BRANCH:

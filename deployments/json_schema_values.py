@@ -7,6 +7,7 @@ from decimal import Decimal
 from typing import Any
 
 from loray.deployments.json_schema_patterns import Unenforceable, string_pattern
+from loray.deployments.string_lengths import MAX_LENGTH, length_pattern
 
 Schema = dict[str, Any]
 Tree = dict[str, "Tree"]  # of names, by their next character; END: one ends here
@@ -15,12 +16,8 @@ END = ""
 MAX_MULTIPLE = 1024  # of an integer; xgrammar ignores larger ones
 MAX_MULTIPLE_RANGE = 10_000  # integers between two bounds, where there is a multipleOf too
 GRID = Decimal(1_000_000)  # a number between bounds has at most six decimals
-# What a JSON string may hold without an escape, less surrogates, which are no text in UTF-8: in ASCII, of which xgrammar makes an
-# automaton, and plain, with which it counts. The automaton is ten times smaller on the wire, but takes long to make of large counts.
-ASCII_CHARACTER = r"[ !#-\[\]-\u07fe\u0800-\ud7ff\ue000-\ufffe\u{10000}-\u{10ffff}]"
-PLAIN_CHARACTER = "[ !#-\\[\\]-\ud7ff\ue000-\U0010ffff]"
-MAX_AUTOMATON = 2000  # characters, which takes 3.4 s to compile, 1000 take 0.8 s; above it they are counted
-CHUNK = 8  # characters that are counted together: counting one by one takes more memory
+# What a JSON string may hold without an escape, less surrogates, which are no text in UTF-8, and less what GAPS below says.
+CHARACTER = r"[ !#-\[\]-\u07fe\u0800-\ud7ff\ue000-\ufffe\u{10000}-\u{10ffff}]"
 FORMATS = {"email", "date", "time", "date-time", "duration", "ipv4", "ipv6", "hostname", "uuid", "uri", "uri-reference", "uri-template"}
 # What follows stands within character classes. Of one that has two neighbours whose UTF-8 differs in length, xgrammar makes bytes that
 # are no UTF-8: so the last of each length but one, which hardly anybody writes, is left out, and with it go the surrogates.
@@ -33,24 +30,15 @@ def string(schema: Schema, path: str) -> Schema:
     least, most = int(schema.get("minLength", 0)), schema.get("maxLength")
     if most is not None and least > most:
         raise Unenforceable(path, "minLength is more than maxLength")
+    if least > MAX_LENGTH:
+        raise Unenforceable(path, f"minLength can't be enforced beyond {MAX_LENGTH}")
     if "pattern" in schema:
         if least or most is not None:
             raise Unenforceable(path, "pattern can't be enforced together with minLength or maxLength")
         return {"type": "string", "pattern": string_pattern(schema["pattern"], path)}
     if least or most is not None:  # these are rules, a format is a remark
-        return {"type": "string", "pattern": f"^{_characters(least, None if most is None else int(most))}$"}
+        return {"type": "string", "pattern": length_pattern(least, None if most is None else min(int(most), MAX_LENGTH))}
     return {"type": "string", "format": schema["format"]} if schema.get("format") in FORMATS else {"type": "string"}
-
-
-def _characters(least: int, most: int | None) -> str:
-    if max(least, most or 0) <= MAX_AUTOMATON:
-        return f"{ASCII_CHARACTER}{{{least},{'' if most is None else most}}}"
-    chunks, rest = divmod(least, CHUNK)
-    head = f"({PLAIN_CHARACTER}{{{CHUNK}}}){{{chunks}}}{PLAIN_CHARACTER}{{{rest}}}"
-    if most is None:
-        return f"{head}{PLAIN_CHARACTER}*"
-    chunks = max(0, (most - least - CHUNK + 1) // CHUNK)  # at least CHUNK - 1 single ones, so that no length is left out
-    return f"{head}({PLAIN_CHARACTER}{{{CHUNK}}}){{0,{chunks}}}{PLAIN_CHARACTER}{{0,{most - least - CHUNK * chunks}}}"
 
 
 def any_name_but(names: Iterable[str]) -> str:
@@ -63,7 +51,7 @@ def any_name_but(names: Iterable[str]) -> str:
             for char in name:
                 branch = branch.setdefault(char, {})
             branch[END] = {}
-    choices = filter(None, [f"{_leading_away(tree, GAPS)}{ASCII_CHARACTER}*", _unfinished(tree)])
+    choices = filter(None, [f"{_leading_away(tree, GAPS)}{CHARACTER}*", _unfinished(tree)])
     return f"^({'|'.join(choices)})$"
 
 

@@ -1,10 +1,10 @@
-"""Prometheus metrics of one ingress replica, plus the driver's numbers at scrape time. Knows no routes."""
+"""Prometheus metrics of one ingress replica, plus the drivers' numbers at scrape time. Knows no routes."""
 
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from prometheus_client import CollectorRegistry, Counter, Histogram, generate_latest
-from prometheus_client.core import GaugeMetricFamily, Metric
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
 from loray.deployments.adapter_metrics import AdapterMetrics
@@ -23,12 +23,19 @@ def adapter_kind(adapter_id: str) -> str:
     return "adapter" if adapter_id else "base"
 
 
+DriverStats = Mapping[str, Mapping[str, float]]  # by replica, the driver's numbers under its own names
+
+
 class Metrics:
-    def __init__(self) -> None:
-        self._registry = CollectorRegistry()
-        self._driver = _DriverGauges()
+    """`replica`: a label of all that this process counts, so that no series falls where a scrape reaches another one; "" = none."""
+
+    def __init__(self, replica: str = "") -> None:
+        self._counted = CollectorRegistry()  # by this process
+        self._registry = CollectorRegistry()  # all that is told
+        self._driver = _DriverNumbers()
         self._registry.register(self._driver)
-        self._adapters = AdapterMetrics(self._registry)
+        self._registry.register(_OfReplica(self._counted, replica))
+        self._adapters = AdapterMetrics(self._counted, self._registry)
         self._requests = self._counter("requests", "HTTP requests", ["route", "status"])
         self._failures = self._counter("failures", "Errors that callers were told, by type", ["type"])
         self._key_requests = self._counter("key_requests", "HTTP requests by the API key's name", ["key", "status"])
@@ -84,11 +91,11 @@ class Metrics:
         """As the driver replicas have them now."""
         self._adapters.observe_statuses(statuses)
 
-    def text(self, driver_stats: Mapping[str, float]) -> bytes:
+    def text(self, driver_stats: DriverStats) -> bytes:
         self._driver.stats = driver_stats
         return generate_latest(self._registry)
 
-    def families(self, driver_stats: Mapping[str, float]) -> list[dict[str, Any]]:
+    def families(self, driver_stats: DriverStats) -> list[dict[str, Any]]:
         """The same as plain values, for JSON."""
         self._driver.stats = driver_stats
         return [
@@ -102,18 +109,36 @@ class Metrics:
         ]
 
     def _counter(self, name: str, description: str, labels: list[str]) -> Counter:
-        return Counter(f"loray_{name}", description, labels, registry=self._registry)
+        return Counter(f"loray_{name}", description, labels, registry=self._counted)
 
     def _histogram(self, name: str, description: str, buckets: tuple[float, ...]) -> Histogram:
-        return Histogram(f"loray_{name}", description, ["adapter"], registry=self._registry, buckets=buckets)
+        return Histogram(f"loray_{name}", description, ["adapter"], registry=self._counted, buckets=buckets)
 
 
-class _DriverGauges(Collector):
-    """Whatever numbers the driver reports, under its own names."""
+class _DriverNumbers(Collector):
+    """Whatever the drivers report, under their own names."""
 
     def __init__(self) -> None:
-        self.stats: Mapping[str, float] = {}
+        self.stats: DriverStats = {}
 
     def collect(self) -> Iterator[Metric]:
-        for name, value in sorted(self.stats.items()):
-            yield GaugeMetricFamily(f"loray_driver_{name}", f"The driver's {name.replace('_', ' ')}", value)
+        for name in sorted({name for numbers in self.stats.values() for name in numbers}):
+            make = CounterMetricFamily if name.endswith("_total") else GaugeMetricFamily
+            family = make(f"loray_driver_{name}", f"The driver's {name.replace('_', ' ')}", labels=["replica"])
+            for replica, numbers in self.stats.items():
+                if name in numbers:
+                    family.add_metric([replica], numbers[name])
+            yield family
+
+
+class _OfReplica(Collector):
+    """What a registry has, with one more label."""
+
+    def __init__(self, registry: CollectorRegistry, replica: str) -> None:
+        self._registry = registry
+        self._labels = {"replica": replica} if replica else {}
+
+    def collect(self) -> Iterator[Metric]:
+        for family in self._registry.collect():
+            family.samples = [sample._replace(labels=sample.labels | self._labels) for sample in family.samples]
+            yield family

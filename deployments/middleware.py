@@ -1,19 +1,24 @@
 """What happens around every HTTP request: its id, the API key, the limits, and at the end a count, a line in the log and a span.
 Knows no bodies."""
 
+import asyncio
 import hmac
 import logging
 import time
+from collections.abc import Sequence
+from operator import itemgetter
 
 from starlette.datastructures import Headers, MutableHeaders
 from starlette.exceptions import HTTPException
 from starlette.requests import Request
+from starlette.routing import Route
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from loray.deployments import request_log, trace_context
-from loray.deployments.config import ApiKeyArgs
+from loray.deployments.config import ApiKeyArgs, LimitArgs
 from loray.deployments.error_shapes import response
-from loray.deployments.errors import Forbidden, Incomplete, LorayError, Overloaded, TooLarge, Unauthorized
+from loray.deployments.errors import Forbidden, Incomplete, LorayError, Overloaded, TooLarge, TooSlow, Unauthorized
+from loray.deployments.log_line import log_line
 from loray.deployments.metrics import Metrics
 from loray.deployments.request_spans import RequestSpans
 
@@ -21,7 +26,7 @@ logger = logging.getLogger(__name__)
 
 HEALTH_CHECKS = {"/", "/health", "/ping", "/startup"}  # GET and HEAD only: POST / generates
 LOOKING = ("GET", "HEAD")
-UNCOUNTED = HEALTH_CHECKS | {"/metrics"}  # must be answered just when the server is full
+PROBES = HEALTH_CHECKS | {"/metrics"}  # asked all the time; must be answered just when the server is full
 CLIENT_GONE = "499"
 ADMIN = "/admin"
 REQUEST_ID = "x-request-id"
@@ -76,17 +81,22 @@ def routed_path(scope: Scope) -> str:
     return path.removeprefix(root) if f"{path}/".startswith(f"{root}/") else path
 
 
-class Limits:
-    """Refuses a body that is too large before it is read whole, and more requests than this replica may hold."""
+def is_probe(scope: Scope) -> bool:
+    return scope["method"] in LOOKING and routed_path(scope) in PROBES
 
-    def __init__(self, app: ASGIApp, max_body_bytes: int, max_concurrent_requests: int) -> None:
+
+class Limits:
+    """Refuses a body that is too large before it is read whole, one that does not come, and more requests than this replica may hold."""
+
+    def __init__(self, app: ASGIApp, limits: LimitArgs) -> None:
         self._app = app
-        self._max_body_bytes = max_body_bytes
-        self._max_requests = max_concurrent_requests
+        self._max_body_bytes = int(limits.max_body_bytes)
+        self._body_timeout_s = min(limits.body_timeout_s, limits.request_timeout_s or limits.body_timeout_s)
+        self._max_requests = limits.max_concurrent_requests
         self._num_requests = 0
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] != "http" or (scope["method"] in LOOKING and routed_path(scope) in UNCOUNTED):
+        if scope["type"] != "http" or is_probe(scope):
             await self._app(scope, receive, send)
             return
         error = self._refusal(Headers(scope=scope))
@@ -95,7 +105,7 @@ class Limits:
             return
         self._num_requests += 1
         try:
-            await self._app(scope, self._counted(receive), send)
+            await self._app(scope, self._bounded(receive), send)
         finally:
             self._num_requests -= 1
 
@@ -107,29 +117,64 @@ class Limits:
             return Overloaded(f"{self._num_requests} requests are under way already (limits.max_concurrent_requests); try again")
         return None
 
-    def _counted(self, receive: Receive) -> Receive:
+    def _bounded(self, receive: Receive) -> Receive:
+        """Raises HTTPException, the one kind that FastAPI lets through while it reads."""
         num_bytes = 0
+        until: float | None = asyncio.get_running_loop().time() + self._body_timeout_s  # None = the body is whole
 
-        async def receive_and_count() -> Message:
-            nonlocal num_bytes
-            message = await receive()
+        async def receive_in_bounds() -> Message:
+            nonlocal num_bytes, until
+            try:
+                async with asyncio.timeout_at(until):
+                    message = await receive()
+            except TimeoutError as error:
+                reason = f"the body was not whole after {self._body_timeout_s:g} s (limits.body_timeout_s, limits.request_timeout_s)"
+                raise HTTPException(TooSlow.status, reason) from error
             num_bytes += len(message.get("body", b""))
             if num_bytes > self._max_body_bytes:
-                error = self._too_large()
-                raise HTTPException(error.status, error.message)  # the one kind that FastAPI lets through while it reads
+                raise HTTPException(TooLarge.status, self._too_large().message)
+            until = until if message.get("more_body") else None
             return message
 
-        return receive_and_count
+        return receive_in_bounds
 
     def _too_large(self) -> TooLarge:
         return TooLarge(f"the body has more than {self._max_body_bytes} bytes (limits.max_body_bytes)")
 
 
-class RequestRecord:
-    """Outermost: refusals and bugs are recorded too. An answer that has not begun when a bug comes up is a plain 500."""
+class LastResort:
+    """An answer that has not begun when a bug comes up is a plain 500. Within CORS, so that pages may read it."""
 
-    def __init__(self, app: ASGIApp, metrics: Metrics, spans: RequestSpans | None, answers_id: bool) -> None:
+    def __init__(self, app: ASGIApp) -> None:
         self._app = app
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        has_begun = False
+
+        async def send_and_note(message: Message) -> None:
+            nonlocal has_begun
+            has_begun = True
+            await send(message)
+
+        try:
+            await self._app(scope, receive, send_and_note)
+        except Exception:
+            if scope["type"] != "http":
+                raise
+            note = request_log.current()
+            fields = {"id": note.request_id if note else "", "method": scope["method"], "path": scope["path"]}
+            logger.exception("%s", log_line("failed", fields))
+            if has_begun:
+                raise
+            await response(Request(scope), Incomplete("internal error"))(scope, receive, send)
+
+
+class RequestRecord:
+    """Outermost: refusals and bugs are recorded too. `routes`: all that the application has."""
+
+    def __init__(self, app: ASGIApp, metrics: Metrics, spans: RequestSpans | None, answers_id: bool, routes: Sequence[Route]) -> None:
+        self._app = app
+        self._routes = routes
         self._metrics = metrics
         self._spans = spans
         self._answers_id = answers_id
@@ -138,11 +183,10 @@ class RequestRecord:
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return
-        started = time.monotonic()
         headers = Headers(scope=scope)
         trace = trace_context.received(headers.getlist("traceparent"), headers.getlist("tracestate"))
         note = request_log.begin(headers.get(REQUEST_ID, ""), trace)
-        span = self._spans.begin(note) if self._spans else None
+        span = self._spans.begin(note) if self._spans and not is_probe(scope) else None
         status = CLIENT_GONE
 
         async def send_and_note(message: Message) -> None:
@@ -155,14 +199,17 @@ class RequestRecord:
 
         try:
             await self._app(scope, receive, send_and_note)
-        except Exception:
-            logger.exception("request %s: %s %s failed", note.request_id, scope["method"], scope["path"])
-            if status != CLIENT_GONE:
-                raise
-            await response(Request(scope), Incomplete("internal error"))(scope, receive, send_and_note)
         finally:
-            route = getattr(scope.get("route"), "path", "unknown")  # unknown paths share one label, or a scanner could fill the memory
+            route = self._route(scope)
             self._metrics.observe_request(note, route, status)
-            request_log.tell(note, route, status, time.monotonic() - started)
+            request_log.tell(note, route, status, time.monotonic() - note.received)
             if self._spans and span:
                 self._spans.end(span, note, route, status)
+
+    def _route(self, scope: Scope) -> str:
+        """Also of what was refused on the way. Unknown paths share one label, or a scanner could fill the memory."""
+        routed = scope.get("route")
+        if routed:
+            return str(routed.path)
+        match, path = max(((route.matches(scope)[0].value, route.path) for route in self._routes), key=itemgetter(0))
+        return path if match else "unknown"

@@ -15,7 +15,8 @@ from loray.deployments.caller_token import caller_token
 from loray.deployments.config import ApiKeyArgs
 from loray.deployments.error_shapes import native_body
 from loray.deployments.errors import InvalidRequest
-from loray.deployments.generation import GeneratedToken, Generation, Timing
+from loray.deployments.generation import OFF_LOOP_TOKENS, GeneratedToken, Generation, Timing
+from loray.deployments.json_answer import json_answer
 from loray.deployments.merge import merge
 from loray.deployments.native_headers import request_headers, time_headers, token_headers
 from loray.deployments.native_request import (
@@ -39,14 +40,16 @@ from loray.deployments.native_shapes import (
     SpanShape,
     details_shape,
     event_shape,
+    num_told,
     stream_details_shape,
 )
+from loray.deployments.off_loop import in_turn_if
+from loray.deployments.prompt_texts import check_text, last_ids, prompt_ids
 from loray.deployments.request import AdapterRef, GenerationRequest
 from loray.deployments.service import FieldNames, Service, Wanted
 from loray.deployments.tokenizer import TokenSpan
 
 NAMES = FieldNames(prompt="inputs", max_new_tokens="max_new_tokens")
-MAX_CHARS_A_TOKEN = 16  # of max_total_tokens, that /tokenize takes: far more than any text has
 NO_CLASSES = "inputs: this server's model generates text and makes embeddings; it does not classify tokens"
 
 
@@ -80,10 +83,8 @@ class NativeApi:
         check_best_of(parameters, self._service.args.limits.max_best_of)
         adapter = adapter_of(parameters, token)
         async with self._service.in_time(timing.received):
-            prompt_ids = await self._service.tokenizer.encode(body.inputs)
+            token_ids = await self._prompt_ids(body.inputs, parameters.truncate)
             grammar = await self._grammar(parameters)
-        if parameters.truncate is not None:
-            prompt_ids = prompt_ids[-parameters.truncate :]
         wanted = Wanted(
             sampling=sampling_of(parameters, grammar),
             adapter=adapter,
@@ -91,7 +92,7 @@ class NativeApi:
             ignore_eos=bool(parameters.ignore_eos_token),
             prompt_logprobs=bool(parameters.decoder_input_details),
         )
-        return Call(body.inputs, parameters, self._service.request(prompt_ids, wanted, NAMES))
+        return Call(body.inputs, parameters, self._service.request(token_ids, wanted, NAMES))
 
     async def prepare_stream(self, body: GenerateBody, timing: Timing, token: str = "") -> "Call":
         check_streamed(body.parameters or Parameters())
@@ -107,7 +108,9 @@ class NativeApi:
         response: GenerateShape = {"generated_text": best.text}
         if call.parameters.details or call.parameters.decoder_input_details:
             prompt = await sequences[0].generation.prompt_tokens() if call.parameters.decoder_input_details else []
-            response["details"] = details_shape(best, [sequence for sequence in sequences if sequence is not best], prompt)
+            others = [sequence for sequence in sequences if sequence is not best]
+            is_large = len(prompt) + sum(len(sequence.tokens) for sequence in sequences) > OFF_LOOP_TOKENS
+            response["details"] = await in_turn_if(is_large, lambda: details_shape(best, others, prompt))
         return response, self._headers(call, best.generation, max(sequence.generation.timing.finished for sequence in sequences))
 
     async def stream(self, call: "Call", timing: Timing) -> sse.Batches:
@@ -130,22 +133,23 @@ class NativeApi:
         """The response and its headers."""
         parameters = body.parameters or EmbedParameters()
         adapter = adapter_of(parameters, token)
-        prompt_ids = await self._service.tokenizer.encode(body.inputs)
-        request = self._service.embedding_request(prompt_ids, adapter, NAMES.prompt)
+        async with self._service.in_time(timing.received):
+            token_ids = await self._prompt_ids(body.inputs)
+        request = self._service.embedding_request(token_ids, adapter, NAMES.prompt)
         embedding = await self._service.embed(request, NAMES.prompt, timing)
         headers = request_headers(self._service, body.inputs, request, timing) | time_headers(timing)
-        return {"embeddings": embedding}, headers | {"x-total-tokens": str(len(prompt_ids))}
+        return {"embeddings": embedding}, headers | {"x-total-tokens": str(len(token_ids))}
 
     async def respond_tokenize(self, body: TokenizeBody) -> Response:
-        most = MAX_CHARS_A_TOKEN * self._service.max_total_tokens
-        if len(body.inputs) > most:
-            raise InvalidRequest(
-                f"inputs: has {len(body.inputs)} characters, more than the {most} that are tokenized at once:"
-                f" {MAX_CHARS_A_TOKEN} for each of max_total_tokens, {self._service.max_total_tokens}",
-                "inputs",
-            )
-        spans = await self._service.tokenizer.spans(body.inputs, body.add_special_tokens is not False)
+        check_text(self._service, body.inputs, NAMES.prompt)
+        (spans,) = await self._service.tokenizer.spans([body.inputs], body.add_special_tokens is not False)
         return await asyncio.to_thread(_spans_response, body.inputs, spans)
+
+    async def _prompt_ids(self, inputs: str, truncate: int | None = None) -> list[int]:
+        if truncate is not None:
+            return await last_ids(self._service, inputs, truncate, NAMES.prompt)
+        (token_ids,) = await prompt_ids(self._service, [inputs], [NAMES.prompt])
+        return token_ids
 
     async def _grammar(self, parameters: Parameters) -> bytes:
         """Compiled; empty for none."""
@@ -221,7 +225,7 @@ def _add_generation(router: APIRouter, api: NativeApi, keys: ApiKeyArgs) -> None
     async def generate(body: GenerateBody, token: Token) -> Response:
         """One generation, answered whole."""
         response, headers = await api.respond(body, Timing(), token)
-        return JSONResponse(response, headers=headers)
+        return await json_answer(lambda: response, num_told(response) > OFF_LOOP_TOKENS, headers)
 
     @router.post("/generate_stream", status_code=200, response_class=sse.EventStream, responses={200: EVENTS})
     async def generate_stream(body: GenerateBody, token: Token) -> Response:
@@ -236,7 +240,7 @@ def _add_generation(router: APIRouter, api: NativeApi, keys: ApiKeyArgs) -> None
         if body.stream:
             return await api.stream_response(body, timing, token)
         response, headers = await api.respond(body, timing, token)
-        return JSONResponse([response], headers=headers)
+        return await json_answer(lambda: [response], num_told(response) > OFF_LOOP_TOKENS, headers)
 
 
 def _add_embedding(router: APIRouter, api: NativeApi, keys: ApiKeyArgs) -> None:

@@ -26,7 +26,7 @@ def request_headers(service: Service, inputs: str, request: GenerationRequest, t
         source = request.adapter.source or (scheme if is_url else service.args.adapters.default_source)
         merge = request.adapter.merge
         adapter_ids = ",".join(merge.adapter_ids) if merge else request.adapter_id
-        headers |= {"x-adapter-id": header_text(adapter_ids), "x-adapter-source": source}
+        headers |= {"x-adapter-id": header_text(adapter_ids), "x-adapter-source": header_text(source)}
     return headers
 
 

@@ -115,6 +115,15 @@ def details_shape(best: Finished, others: list[Finished], prompt: list[PromptTok
     return details
 
 
+def num_told(response: GenerateShape) -> int:
+    """Tokens that the answer tells of."""
+    details = response.get("details")
+    if not details:
+        return 0
+    sequences = [details, *details.get("best_of_sequences", [])]
+    return sum(len(sequence["prefill"]) + len(sequence["tokens"]) for sequence in sequences)
+
+
 def sequence_shape(finished: Finished, prefill: list[PrefillShape]) -> SequenceShape:
     return {
         "generated_text": finished.text,

@@ -9,27 +9,31 @@ from dataclasses import dataclass
 from typing import Annotated, Any
 
 from fastapi import APIRouter, Depends, Response
-from fastapi.responses import JSONResponse
 
 from loray.deployments import sse
-from loray.deployments.answer_plan import answer_plan
+from loray.deployments.answer_plan import AnswerPlan, answer_plan
 from loray.deployments.caller_token import caller_token
 from loray.deployments.chat_template import ChatTemplates
+from loray.deployments.completion_plan import completion_plan
 from loray.deployments.error_shapes import openai_body
-from loray.deployments.errors import AdapterNotFound, InvalidRequest
-from loray.deployments.generation import Piece, PromptToken, Timing
+from loray.deployments.errors import AdapterNotFound, InvalidRequest, ToolError
+from loray.deployments.generation import OFF_LOOP_TOKENS, Piece, PromptToken, Timing
+from loray.deployments.json_answer import json_answer
 from loray.deployments.merge import merge
+from loray.deployments.off_loop import in_turn_if, off_loop_if
 from loray.deployments.openai_choices import ChatChoice, Choice, CompletionChoice
 from loray.deployments.openai_docs import CHAT_DOCS, COMPLETION_DOCS, ERROR_DOCS, EmbeddingList, Model, ModelList
-from loray.deployments.openai_request import DEFAULT_COMPLETION_TOKENS, ChatBody, CompletionBody, EmbeddingBody, OpenAIBody
+from loray.deployments.openai_embedding_request import EmbeddingBody
+from loray.deployments.openai_request import ChatBody, CompletionBody, OpenAIBody
 from loray.deployments.openai_shapes import ResponseShape, Usage, embeddings_shape
+from loray.deployments.prompt_texts import check_text, prompt_ids
 from loray.deployments.request import GenerationRequest
 from loray.deployments.service import FieldNames, Service, Wanted
 from loray.deployments.stop_strings import Shelter
-from loray.deployments.tokenizer import OFF_LOOP_MESSAGES, off_loop_if
+from loray.deployments.tokenizer import OFF_LOOP_MESSAGES
 
 CHAT_NAMES = FieldNames(prompt="messages", max_new_tokens="max_tokens")
-COMPLETION_NAMES = FieldNames(prompt="prompt", max_new_tokens="max_tokens")
+OFF_LOOP_FLOATS = 16_384  # about 1 ms of writing
 MAX_AT_ONCE = 64  # inputs or sequences of one request: it must not fill the driver's queue alone
 HUB_TOKEN = "hf_"  # how tokens begin; other values of the header are other services' keys, or nothing, and go nowhere
 
@@ -76,8 +80,10 @@ class OpenAIApi:
             lambda: [message.for_template(position) for position, message in enumerate(body.messages)],
         )
         async with self._service.in_time(received):
-            prompt_ids = await self._templates.prompt_ids(messages, plan.tools, adapter)
-            grammar = await self._service.grammars.compile(plan.grammar, plan.param) if plan.grammar else b""
+            prompt = await self._templates.prompt(messages, plan.tools, adapter)
+            check_text(self._service, prompt, CHAT_NAMES.prompt)
+            token_ids = await self._service.tokenizer.encode_rendered(prompt)
+            grammar = await self._grammar(plan)
         requests = []
         for seed in body.seeds():
             wanted = Wanted(
@@ -87,28 +93,31 @@ class OpenAIApi:
                 ignore_eos=bool(body.ignore_eos),
                 stop_token_ids=tuple(body.stop_token_ids or ()),
             )
-            requests.append(self._service.request(prompt_ids, wanted, CHAT_NAMES._replace(grammar=plan.param)))
+            requests.append(self._service.request(token_ids, wanted, CHAT_NAMES._replace(grammar=plan.param)))
         choices = [ChatChoice(index, bool(body.logprobs), plan.parser()) for index in range(len(requests))]
         shape = ResponseShape("chat", body.model, self._fingerprint)
         stops = [] if plan.is_forced else body.stops
-        return Call(body, requests, choices, shape, Usage(len(prompt_ids)), received, self._turns(), stops, plan.shelter)
+        return Call(body, requests, choices, shape, Usage(len(token_ids)), received, self._turns(), stops, plan.shelter)
+
+    async def _grammar(self, plan: AnswerPlan) -> bytes:
+        try:
+            return await self._service.grammars.compile(plan.grammar, plan.param) if plan.grammar else b""
+        except InvalidRequest as error:
+            raise ToolError(error.message, error.param) if plan.tools else error from None
 
     async def completion_call(self, body: CompletionBody, token: str) -> Call:
         received = time.monotonic()
         self._check_choices(body)
         body.check()
-        requests: list[GenerationRequest] = []
+        plans = await completion_plan(self._service, body, token, received)
+        requests = [request for plan in plans for request in plan.requests]
         choices: list[CompletionChoice] = []
-        usage = Usage(0)
-        for prompt in body.prompts:
-            prompt_ids = await self._token_ids(prompt, COMPLETION_NAMES.prompt)
-            usage.num_prompt_tokens += len(prompt_ids)
-            new_requests = self._completion_requests(body, prompt_ids, token)  # checks the length, which decoding must not come before
-            echo = (prompt if isinstance(prompt, str) else await self._service.tokenizer.decode_prompt(prompt)) if body.echo else ""
-            for request in new_requests:
-                requests.append(request)
-                choices.append(CompletionChoice(len(choices), body.logprobs is not None, echo, is_echo_only=body.max_tokens == 0))
+        for plan in plans:
+            for _ in plan.requests:
+                choice = CompletionChoice(len(choices), body.logprobs is not None, plan.echo, plan.places, body.max_tokens == 0)
+                choices.append(choice)
         shape = ResponseShape("completion", body.model, self._fingerprint)
+        usage = Usage(sum(plan.num_tokens for plan in plans))
         return Call(body, requests, choices, shape, usage, received, self._turns(), body.stops)
 
     async def answer(self, call: Call) -> Response:
@@ -117,22 +126,28 @@ class OpenAIApi:
             return await sse.event_stream(self._stream(call), dict, openai_body, sse.DONE, keep_alive_s)
         async with aclosing(self._pieces(call)) as pieces:
             async for index, piece, prompt in pieces:
-                call.choices[index].add(piece, prompt)
+                await added(call.choices[index], piece, prompt)
         call.usage.num_tokens = sum(choice.num_tokens for choice in call.choices)
-        return JSONResponse(call.shape.whole([choice.whole() for choice in best(call)], call.usage))
+        is_large = sum(choice.num_told for choice in call.choices) > OFF_LOOP_TOKENS
+        return await json_answer(lambda: call.shape.whole([choice.whole() for choice in best(call)], call.usage), is_large)
 
-    async def embeddings(self, body: EmbeddingBody, token: str) -> dict[str, Any]:
+    async def embeddings(self, body: EmbeddingBody, token: str) -> Response:
         received = time.monotonic()
         adapter = body.adapter(self._service.model_id, token)
+        inputs = body.inputs()
+        async with self._service.in_time(received):
+            all_ids = await prompt_ids(self._service, list(inputs.values()), list(inputs))
         requests = {
-            name: self._service.embedding_request(await self._token_ids(item, name), adapter, name) for name, item in body.inputs().items()
+            name: self._service.embedding_request(token_ids, adapter, name) for name, token_ids in zip(inputs, all_ids, strict=True)
         }
         turns = self._turns()
         sources = [self._embedding(index, request, name, Timing(received), turns) for index, (name, request) in enumerate(requests.items())]
         async with aclosing(merge(sources)) as vectors:
             by_index = {index: vector async for index, vector in vectors}
-        num_tokens = sum(len(request.prompt_ids) for request in requests.values())
-        return embeddings_shape(body.model, [by_index[i] for i in range(len(sources))], body.encoding_format == "base64", num_tokens)
+        ordered = [by_index[index] for index in range(len(sources))]
+        num_tokens = sum(map(len, all_ids))
+        is_large = sum(map(len, ordered)) > OFF_LOOP_FLOATS
+        return await json_answer(lambda: embeddings_shape(body.model, ordered, body.encoding_format == "base64", num_tokens), is_large)
 
     async def models(self) -> list[dict[str, Any]]:
         adapters = await self._service.backend.adapters()
@@ -144,24 +159,6 @@ class OpenAIApi:
             if shape["id"] in (model_id, adapter_id):
                 return {**shape, "id": model_id}
         raise AdapterNotFound(f"the model {model_id!r} does not exist")
-
-    def _completion_requests(self, body: CompletionBody, prompt_ids: list[int], token: str) -> list[GenerationRequest]:
-        """Of one prompt."""
-        max_new_tokens = body.max_tokens
-        if max_new_tokens is None:
-            max_new_tokens = min(DEFAULT_COMPLETION_TOKENS, self._service.max_total_tokens - len(prompt_ids))
-        wanted = [
-            Wanted(
-                sampling=body.sampling(b"", seed),
-                adapter=body.adapter(self._service.model_id, token),
-                max_new_tokens=max(1, max_new_tokens),
-                ignore_eos=bool(body.ignore_eos),
-                stop_token_ids=tuple(body.stop_token_ids or ()),
-                prompt_logprobs=bool(body.echo) and body.logprobs is not None,
-            )
-            for seed in body.seeds()
-        ]
-        return [self._service.request(prompt_ids, one, COMPLETION_NAMES) for one in wanted]
 
     def _check_choices(self, body: OpenAIBody) -> None:
         most = self._service.args.limits.max_choices
@@ -177,15 +174,6 @@ class OpenAIApi:
 
     def _turns(self) -> asyncio.Semaphore:
         return asyncio.Semaphore(min(MAX_AT_ONCE, self._service.args.scheduler.max_waiting))
-
-    async def _token_ids(self, prompt: str | list[int], name: str) -> list[int]:
-        if isinstance(prompt, str):
-            return await self._service.tokenizer.encode(prompt)
-        vocab_size = self._service.tokenizer.vocab_size
-        for token_id in (min(prompt, default=0), max(prompt, default=0)):
-            if not 0 <= token_id < vocab_size:
-                raise InvalidRequest(f"{name}: {token_id} is not a token id of this model; they end at {vocab_size - 1}", name)
-        return prompt
 
     async def _embedding(self, index: int, request: GenerationRequest, name: str, timing: Timing, turns: asyncio.Semaphore) -> Vectors:
         async with turns:
@@ -209,7 +197,7 @@ class OpenAIApi:
             async for index, piece, prompt in pieces:
                 choice = call.choices[index]
                 call.usage.num_tokens -= choice.num_tokens
-                parts = choice.add(piece, prompt)
+                parts = await added(choice, piece, prompt)
                 call.usage.num_tokens += choice.num_tokens
                 if parts:
                     tail = chunk_tail(call)
@@ -219,6 +207,11 @@ class OpenAIApi:
 
     def _model_shape(self, model_id: str, parent: str | None) -> dict[str, Any]:
         return {"id": model_id, "object": "model", "created": self._created, "owned_by": "loray", "root": model_id, "parent": parent}
+
+
+async def added(choice: Choice, piece: Piece, prompt: Sequence[PromptToken]) -> list[dict[str, Any]]:
+    """A long prompt would hold up every other stream."""
+    return await in_turn_if(len(prompt) > OFF_LOOP_TOKENS, lambda: choice.add(piece, prompt))
 
 
 def best(call: Call) -> list[Choice]:
@@ -264,7 +257,7 @@ def make_router(service: Service) -> APIRouter:
     @router.post("/embeddings", response_model=None, responses={200: {"model": EmbeddingList}})
     async def embeddings(body: EmbeddingBody, token: Token) -> Response:
         """One or several texts as vectors: their final hidden states, pooled."""
-        return JSONResponse(await api.embeddings(body, token))
+        return await api.embeddings(body, token)
 
     @router.get("/models", response_model=None, responses={200: {"model": ModelList}})
     async def models() -> dict[str, Any]:

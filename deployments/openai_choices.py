@@ -1,5 +1,6 @@
 """One choice of an OpenAI answer as it grows: its chunks on the way, the whole of it at the end. Pure: it starts and awaits nothing."""
 
+import itertools
 import uuid
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -11,6 +12,28 @@ from loray.deployments.tool_parser import CallPiece, Said, ToolCallParser
 
 LOGPROB_LISTS = ("tokens", "token_logprobs", "top_logprobs", "text_offset")
 Tokens = Sequence[GeneratedToken | PromptToken]
+Placed = tuple[int, GeneratedToken | PromptToken]  # characters of the text before it, and the token
+
+
+@dataclass(slots=True)
+class HeldTokens:
+    """Tokens whose text is not given out yet: if it is a stop string, they are no part of the answer. Special ones never are."""
+
+    held: list[Placed] = field(default_factory=list)
+    num_chars: int = 0  # of all tokens
+    num_given: int = 0  # of the answer
+
+    def push(self, piece: Piece) -> list[Placed]:
+        """Those that are part of the answer now."""
+        for token in piece.tokens:
+            if not token.is_special:
+                self.held.append((self.num_chars, token))
+                self.num_chars += len(token.text)
+        self.num_given += len(piece.text)
+        is_whole = piece.finish_reason not in ("", "stop_sequence")
+        num = len(self.held) if is_whole else sum(place < self.num_given for place, _ in self.held)
+        ready, self.held = self.held[:num], self.held[num:]
+        return ready
 
 
 @dataclass(slots=True)
@@ -22,6 +45,7 @@ class ChatChoice:
     text: str = ""
     calls: list[dict[str, Any]] = field(default_factory=list)
     logprobs: list[dict[str, Any]] = field(default_factory=list)
+    held: HeldTokens = field(default_factory=HeldTokens)
     finish_reason: str = ""
     is_begun: bool = False
 
@@ -30,13 +54,14 @@ class ChatChoice:
         said = self._said(piece)
         self.num_tokens += len(piece.tokens)
         self.text += said.text
-        logprobs = {"content": chat_logprobs(piece.tokens), "refusal": None} if self.has_logprobs else None
-        self.logprobs += logprobs["content"] if logprobs else []  # type: ignore[arg-type]
+        new = [chat_logprob(token) for _, token in self.held.push(piece)] if self.has_logprobs else []
+        self.logprobs += new
+        logprobs = {"content": new, "refusal": None} if self.has_logprobs else None
         parts: list[tuple[dict[str, Any], Any]] = []  # delta, logprobs
         if not self.is_begun:
             self.is_begun = True
             parts.append(({"role": "assistant", "content": None if self.parser else ""}, None))
-        if said.text or logprobs:
+        if said.text or new:
             parts.append(({"content": said.text}, logprobs))
         parts += [({"tool_calls": [self._call_delta(call)]}, None) for call in said.calls]
         shapes: list[dict[str, Any]] = [self._shape(delta, logprobs, None) for delta, logprobs in parts]
@@ -52,6 +77,11 @@ class ChatChoice:
             message |= {"content": self.text or None, "tool_calls": self.calls}
         logprobs = {"content": self.logprobs, "refusal": None} if self.has_logprobs else None
         return {"index": self.index, "message": message, "logprobs": logprobs, "finish_reason": self.finish_reason}
+
+    @property
+    def num_told(self) -> int:
+        """Tokens with their log-probabilities."""
+        return len(self.logprobs)
 
     def _said(self, piece: Piece) -> Said:
         if not self.parser:
@@ -80,21 +110,24 @@ class CompletionChoice:
     index: int
     has_logprobs: bool
     echo: str = ""  # what stands before the text
+    echo_places: Sequence[int] = ()  # in it, of the prompt's tokens; none where it was made of them
     is_echo_only: bool = False  # the one token that was generated is not wanted
     num_tokens: int = 0
     text: str = ""
     logprobs: dict[str, list[Any]] = field(default_factory=lambda: {name: [] for name in LOGPROB_LISTS})
     finish_reason: str = ""
     score: float = 0.0  # sum of the log-probabilities
-    offset: int = 0  # characters of all tokens so far
+    held: HeldTokens = field(default_factory=HeldTokens)
     is_begun: bool = False
 
     def add(self, piece: Piece, prompt: Tokens = ()) -> list[dict[str, Any]]:
         """The choices of the chunks that it makes: none while its text is held back. The prompt comes with the first piece."""
-        text, tokens = (piece.text, piece.tokens) if not self.is_echo_only else ("", [])
-        self.num_tokens += len(tokens)
-        self.score += sum(token.logprob for token in tokens)
-        logprobs = self._logprobs([*prompt, *tokens]) if self.has_logprobs else None
+        if self.is_echo_only:
+            piece = Piece([], "", piece.finish_reason)
+        text = piece.text
+        self.num_tokens += len(piece.tokens)
+        self.score += sum(token.logprob for token in piece.tokens)
+        logprobs = self._logprobs(piece, prompt) if self.has_logprobs else None
         if not self.is_begun:
             self.is_begun = True
             text = self.echo + text
@@ -110,22 +143,25 @@ class CompletionChoice:
         return {"index": self.index, "text": self.text, "logprobs": logprobs, "finish_reason": self.finish_reason}
 
     @property
+    def num_told(self) -> int:
+        """Tokens with their log-probabilities."""
+        return len(self.logprobs["tokens"])
+
+    @property
     def mean_logprob(self) -> float:
         return self.score / max(1, self.num_tokens)
 
-    def _logprobs(self, tokens: Tokens) -> dict[str, list[Any]]:
-        """Of these tokens; a special one has no text that could be told."""
+    def _logprobs(self, piece: Piece, prompt: Tokens) -> dict[str, list[Any]]:
+        """Of the tokens that are part of the answer now."""
         new: dict[str, list[Any]] = {name: [] for name in LOGPROB_LISTS}
-        for token in tokens:
-            if token.is_special and not isinstance(token, PromptToken):
-                continue
-            text = "" if token.is_special else token.text
-            best = {other.text: other.logprob for other in reversed(token.alternatives)}
-            new["tokens"].append(token.text)
+        places = (self.echo_places or places_of(prompt)) if prompt else ()
+        placed = [(len(self.echo) + place, token) for place, token in self.held.push(piece)]
+        for place, token in [*zip(places, prompt, strict=True), *placed]:
+            best = {token_text(other): other.logprob for other in reversed(token.alternatives)}
+            new["tokens"].append(token_text(token))
             new["token_logprobs"].append(token.logprob)
-            new["top_logprobs"].append(None if token.logprob is None else {**best, token.text: token.logprob})
-            new["text_offset"].append(self.offset)
-            self.offset += len(text)
+            new["top_logprobs"].append(None if token.logprob is None else {**best, token_text(token): token.logprob})
+            new["text_offset"].append(place)
         for name, values in new.items():
             self.logprobs[name] += values
         return new
@@ -134,14 +170,20 @@ class CompletionChoice:
 Choice = ChatChoice | CompletionChoice
 
 
-def chat_logprobs(tokens: list[GeneratedToken]) -> list[dict[str, Any]]:
-    """Without special tokens, which are no part of the text."""
-    return [
-        {**token_shape(token), "top_logprobs": [token_shape(other) for other in token.alternatives]}
-        for token in tokens
-        if not token.is_special
-    ]
+def places_of(prompt: Tokens) -> list[int]:
+    """In the text that is made of them, without special ones."""
+    lengths = (0 if token.is_special else len(token.text) for token in prompt)
+    return list(itertools.accumulate(lengths, initial=0))[: len(prompt)]
 
 
-def token_shape(token: GeneratedToken) -> dict[str, Any]:
-    return {"token": token.text, "logprob": token.logprob, "bytes": list(token.text.encode())}
+def chat_logprob(token: GeneratedToken | PromptToken) -> dict[str, Any]:
+    return {**token_shape(token), "top_logprobs": [token_shape(other) for other in token.alternatives]}
+
+
+def token_shape(token: GeneratedToken | PromptToken) -> dict[str, Any]:
+    return {"token": token.text, "logprob": token.logprob, "bytes": list(token.partial or token.text.encode())}
+
+
+def token_text(token: GeneratedToken | PromptToken) -> str:
+    """As OpenAI writes a token within a character, whose text would be none: several such may be alternatives to each other."""
+    return "bytes:" + "".join(f"\\x{byte:02x}" for byte in token.partial) if token.partial else token.text

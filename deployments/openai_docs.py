@@ -2,8 +2,10 @@
 
 from typing import Any, Literal
 
+from fastapi import FastAPI
 from pydantic import BaseModel
 
+from loray.deployments.error_shapes import OPENAI_SCHEMA
 from loray.deployments.native_shapes import event_stream_docs
 
 
@@ -126,22 +128,30 @@ _ERRORS = {
     401: "the API key is missing or wrong",
     404: "no such model",
     405: "no such method",
+    408: "the body did not come in time",
     413: "the body is too large",
-    422: "never: a bad parameter is 400 here",
     424: "the adapter can't be used; says which and why",
     429: "too many requests; `Retry-After` says when to try again",
     500: "accepted, but could not be finished",
     503: "no tokens can be made now",
 }
-_TEXT_OR_NONE = {"anyOf": [{"type": "string"}, {"type": "null"}]}
-_ERROR = {"message": {"type": "string"}, "type": {"type": "string"}, "param": _TEXT_OR_NONE, "code": _TEXT_OR_NONE}
-_ERROR_BODY = {
-    "type": "object",
-    "properties": {"error": {"type": "object", "properties": _ERROR, "required": list(_ERROR)}},
-    "required": ["error"],
-}
-_ERROR_CONTENT = {"application/json": {"schema": _ERROR_BODY}}  # no pydantic model: FastAPI would build one for each route and status
+_ERROR_CONTENT = {"application/json": {"schema": OPENAI_SCHEMA}}
 ERROR_DOCS: Docs = {status: {"content": _ERROR_CONTENT, "description": text} for status, text in _ERRORS.items()}
 _STREAM = event_stream_docs("With stream: true: chunks, then [DONE].")
 CHAT_DOCS: Docs = {200: {"model": ChatCompletion, "content": _STREAM}}
 COMPLETION_DOCS: Docs = {200: {"model": Completion, "content": _STREAM}}
+
+
+def leave_out_422(app: FastAPI) -> None:
+    """FastAPI tells of it for every route that has parameters; under /v1 a bad one is 400."""
+    describe = app.openapi
+
+    def openapi() -> dict[str, Any]:
+        description = describe()
+        for path, operations in description["paths"].items():
+            for operation in operations.values():
+                if path.startswith("/v1/"):
+                    operation["responses"].pop("422", None)
+        return description
+
+    app.openapi = openapi  # type: ignore[method-assign]  # FastAPI's own way to change the description

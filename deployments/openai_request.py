@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 from typing import Annotated, Any, Literal, TypeVar, cast
 
-from pydantic import AfterValidator, Field, ValidationError, ValidationInfo, ValidatorFunctionWrapHandler, field_validator
+from pydantic import AfterValidator, BeforeValidator, Field, ValidationError, ValidationInfo, ValidatorFunctionWrapHandler, field_validator
 
 from loray.deployments.errors import AdapterNotFound, InvalidRequest
 from loray.deployments.native_request import Body, StopString, Text, adapter_ref
@@ -14,8 +14,7 @@ from loray.deployments.service import MAX_ALTERNATIVES, MAX_SEED, MAX_STOPS, ran
 from loray.models.step import MAX_TOP_K, Sampling
 
 MAX_MESSAGES = 4096  # of one chat
-MAX_PROMPTS = 128  # in one completions request
-MAX_INPUTS = 2048  # in one embeddings request; OpenAI's
+MAX_PROMPTS = 128  # in one completions request, and sequences of all of them, unless limits.max_choices is more
 MAX_COMPLETION_LOGPROBS = 5  # OpenAI's
 MAX_BIASES = 1024  # tokens of one logit_bias
 MAX_STOP_TOKENS = 128
@@ -30,12 +29,18 @@ def not_supported(value: Any) -> Any:
     return value
 
 
+def null_only(value: Any) -> None:
+    if value is not None:
+        raise ValueError("not supported by this server")
+
+
 T = TypeVar("T")
 Each = Annotated[list[T], Field(fail_fast=True)]  # a body has room for millions of wrong items: the first is enough
 Prompts = Annotated[Each[T], Field(min_length=1, max_length=MAX_PROMPTS)]
 TokenIds = Annotated[Each[int], Field(min_length=1)]
 Bias = Annotated[float, Field(ge=-100, le=100)]
 NoWish = AfterValidator(not_supported)
+Null = Annotated[None, BeforeValidator(null_only)]  # of clients that send every field
 
 
 def named_adapter(model: str, base: str) -> str:
@@ -135,6 +140,11 @@ class OpenAIBody(Body):
         """Most probable tokens to report beside each new one."""
         return 0
 
+    @property
+    def num_prompt_alternatives(self) -> int:
+        """The same, beside each of the prompt."""
+        return 0
+
     def adapter_id(self, base: str) -> str:
         return named_adapter(self.model, base)
 
@@ -162,6 +172,7 @@ class OpenAIBody(Body):
             min_new_tokens=self.min_tokens or 0,
             grammar=grammar,
             num_alternatives=self.num_alternatives,
+            num_prompt_alternatives=self.num_prompt_alternatives,
         )
 
 
@@ -187,6 +198,13 @@ class ChatBody(OpenAIBody):
     reasoning_effort: Literal["none"] | None = None
     verbosity: Literal["medium"] | None = None
     store: Annotated[bool | None, NoWish] = None
+    audio: Null = None
+    function_call: Null = None
+    functions: Null = None
+    moderation: Null = None
+    prediction: Null = None
+    prompt_cache_options: Null = None
+    web_search_options: Null = None
 
     @field_validator("top_logprobs")
     @classmethod
@@ -238,6 +256,15 @@ class CompletionBody(OpenAIBody):
     def num_alternatives(self) -> int:
         return self.logprobs or 0
 
+    @property
+    def num_prompt_alternatives(self) -> int:
+        return self.num_alternatives if self.scores_prompts else 0
+
+    @property
+    def scores_prompts(self) -> bool:
+        """Whether it wants the log-probabilities of the prompts' tokens."""
+        return bool(self.echo) and self.logprobs is not None
+
     def adapter_id(self, base: str) -> str:
         named = {super().adapter_id(base), self.lora_path or "", self.adapter_id_ or ""} - {""}
         if len(named) > 1:
@@ -252,44 +279,6 @@ class CompletionBody(OpenAIBody):
             raise InvalidRequest("best_of: more than n can't be streamed", "best_of")
         if self.max_tokens == 0 and not self.echo:
             raise InvalidRequest("max_tokens: 0 is only for echo: true", "max_tokens")
-
-
-class EmbeddingBody(Body):
-    model: Text
-    """The base model's id, an adapter's, or `base:adapter`."""
-    input: Text | Each[int] | Each[Text] | Each[Each[int]]
-    """One text or its token ids, or a list of them."""
-    encoding_format: Literal["float", "base64"] | None = None
-    """float when not given; base64 is of little-endian float32."""
-    dimensions: Annotated[int | None, NoWish] = Field(default=None, ge=1)
-    user: Text | None = None
-    """Accepted; it says who asks and changes no answer."""
-    adapter_source: Text | None = None
-    api_token: Text | None = None
-
-    @field_validator("input", mode="wrap")
-    @classmethod
-    def _say_what_it_takes(cls, value: Any, validate: ValidatorFunctionWrapHandler) -> Any:
-        """Four branches fail in four ways, which together tell nothing."""
-        if isinstance(value, list) and len(value) > MAX_INPUTS and not isinstance(value[0], int):
-            raise ValueError(f"has {len(value)} items, more than {MAX_INPUTS}")
-        try:
-            return validate(value)
-        except ValidationError:
-            raise ValueError(
-                "must be a text of whole characters, its token ids, or a list of such texts or of lists of token ids"
-            ) from None
-
-    def adapter(self, base: str, token: str) -> AdapterRef | None:
-        """`token` is the caller's own, where the body has none."""
-        return adapter_ref(named_adapter(self.model, base), self.adapter_source, token if self.api_token is None else self.api_token)
-
-    def inputs(self) -> dict[str, str | list[int]]:
-        """By the names that errors call them."""
-        inputs = one_or_several(self.input)
-        if not inputs:
-            raise InvalidRequest("input: must have at least one item", "input")
-        return {f"input.{index}" if len(inputs) > 1 else "input": item for index, item in enumerate(inputs)}
 
 
 def one_or_several(field: str | Sequence[int] | Sequence[str] | Sequence[list[int]]) -> Sequence[str | list[int]]:

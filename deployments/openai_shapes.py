@@ -7,6 +7,8 @@ import uuid
 from dataclasses import dataclass
 from typing import Any, Literal
 
+import msgspec
+
 FINISH_REASONS = {"length": "length", "eos_token": "stop", "stop_sequence": "stop"}
 Kind = Literal["chat", "completion"]
 ID_PREFIXES = {"chat": "chatcmpl", "completion": "cmpl"}
@@ -42,10 +44,15 @@ class ResponseShape:
 
 def embeddings_shape(model: str, embeddings: list[list[float]], is_base64: bool, num_tokens: int) -> dict[str, Any]:
     data = [
-        {"object": "embedding", "index": index, "embedding": packed(embedding) if is_base64 else embedding}
+        {"object": "embedding", "index": index, "embedding": packed(embedding) if is_base64 else written(embedding)}
         for index, embedding in enumerate(embeddings)
     ]
     return {"object": "list", "data": data, "model": model, "usage": {"prompt_tokens": num_tokens, "total_tokens": num_tokens}}
+
+
+def written(embedding: list[float]) -> msgspec.Raw:
+    """As JSON: many at once would hold the GIL for long."""
+    return msgspec.Raw(msgspec.json.encode(embedding))
 
 
 def packed(embedding: list[float]) -> str:

@@ -1,7 +1,11 @@
-"""How many KV blocks and rank pages the ranks make, from the bytes they may use. Every rank has the same numbers."""
+"""How many KV blocks and rank pages the ranks make, from the bytes they may use, and what fits in. Every rank has the same numbers."""
+
+import logging
 
 from loray.deployments.config import GIB, ServerArgs
 from loray.models.step import LoadReport
+
+logger = logging.getLogger("ray.serve.loray")
 
 AUTO_GPU_SHARE = 0.1  # of what is free after the weights
 AUTO_CPU_BYTES = GIB
@@ -12,8 +16,18 @@ def size_pools(args: ServerArgs, reports: list[LoadReport]) -> tuple[int, int]:
     sizes = [_rank_pools(args, report) for report in reports]
     num_blocks, num_pages = (min(column) for column in zip(*sizes, strict=True))
     if num_blocks < 1:
-        raise ValueError("kv_cache: no room for a single KV block after the weights and adapters; raise its bytes or memory_fraction")
+        raise ValueError(f"kv_cache: no room for a single KV block after the weights and adapters; raise {_cache_setting(args)}")
     return num_blocks, num_pages
+
+
+def fitting_tokens(args: ServerArgs, max_total_tokens: int, num_cache_tokens: int) -> int:
+    """Of max_total_tokens, what a request may have that has the whole KV cache to itself; the log tells of less."""
+    if num_cache_tokens < max_total_tokens:
+        logger.warning(
+            "requests may have %d tokens, prompt included, instead of max_total_tokens, %d: the KV cache holds no more; raise %s",
+            *(num_cache_tokens, max_total_tokens, _cache_setting(args)),
+        )
+    return min(max_total_tokens, num_cache_tokens)
 
 
 def _rank_pools(args: ServerArgs, report: LoadReport) -> tuple[int, int]:
@@ -25,3 +39,8 @@ def _rank_pools(args: ServerArgs, report: LoadReport) -> tuple[int, int]:
         block_bytes //= 2
     num_pages = page_bytes // report.page_bytes if report.page_bytes else 0  # a model without linears that can carry LoRA
     return block_bytes // report.block_bytes, num_pages
+
+
+def _cache_setting(args: ServerArgs) -> str:
+    """What makes room for more KV blocks."""
+    return "kv_cache.memory_fraction, or lower adapters.gpu_bytes" if args.device == "cuda" else "kv_cache.cpu_bytes"

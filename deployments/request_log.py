@@ -3,19 +3,22 @@
 The note travels in a context variable, for it belongs to the request and not to any of the calls in between."""
 
 import logging
+import string
+import time
 import uuid
 from contextvars import ContextVar
 from dataclasses import dataclass, field
+from urllib.parse import quote
 
-from loray.deployments.errors import LorayError
 from loray.deployments.generation import Timing
-from loray.deployments.log_line import WORD, log_line
+from loray.deployments.log_line import log_line
 from loray.deployments.request import GenerationRequest
 from loray.deployments.trace_context import TraceContext
 
 logger = logging.getLogger("ray.serve.loray")
 
 QUIET_ROUTES = {"/", "/health", "/ping", "/startup", "/metrics"}  # asked all the time; told only if they fail
+MAX_ID_CHARS = 128  # of the caller's id, in those of the sequences
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,10 +33,11 @@ class Sequence:
 
 @dataclass(slots=True)
 class RequestNote:
-    request_id: str
+    request_id: str  # any characters of a header, in Latin-1
     trace: TraceContext = TraceContext()  # the request's own span where there is one, else the caller's
     key_name: str = ""  # of the API key; "" = none needed
     error_type: str = ""
+    received: float = field(default_factory=time.monotonic)  # its head; the body may take longer
     sequences: list[Sequence] = field(default_factory=list)
 
     @property
@@ -49,8 +53,8 @@ _current: ContextVar[RequestNote | None] = ContextVar("request_note", default=No
 
 
 def begin(request_id: str, trace: TraceContext) -> RequestNote:
-    """`request_id` is what the caller calls it, if that can be used."""
-    note = RequestNote(request_id if WORD.fullmatch(request_id) else uuid.uuid4().hex, trace)
+    """`request_id` is what the caller calls it, "" for nothing."""
+    note = RequestNote(request_id or uuid.uuid4().hex, trace)
     _current.set(note)
     return note
 
@@ -61,9 +65,17 @@ def current() -> RequestNote | None:
 
 
 def new_sequence_id() -> str:
-    """Begins with the HTTP request's id, so that the driver's log can be searched for it."""
+    """Begins with the HTTP request's id, so that the driver's log can be searched for it; a word, whatever that is."""
     note = _current.get()
-    return f"{note.request_id}-{uuid.uuid4().hex[:12]}" if note else uuid.uuid4().hex
+    if not note:
+        return uuid.uuid4().hex
+    return f"{quote(note.request_id, string.punctuation, 'latin-1')[:MAX_ID_CHARS]}-{uuid.uuid4().hex[:12]}"
+
+
+def receipt(moment: float) -> float:
+    """When the HTTP request came of which a route has known since that moment; that itself outside of HTTP."""
+    note = _current.get()
+    return note.received if note else moment
 
 
 def trace() -> TraceContext:
@@ -78,10 +90,10 @@ def add(request: GenerationRequest, timing: Timing, num_tokens: int, outcome: st
         note.sequences.append(Sequence(request, timing, num_tokens, outcome))
 
 
-def add_failure(error: LorayError) -> None:
+def add_failure(error_type: str) -> None:
     note = _current.get()
     if note:
-        note.error_type = error.error_type
+        note.error_type = error_type
 
 
 def tell(note: RequestNote, route: str, status: str, seconds: float) -> None:

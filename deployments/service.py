@@ -18,7 +18,7 @@ from loray.deployments.adapter_status import AdapterStatus
 from loray.deployments.backend import Backend
 from loray.deployments.config import ServerArgs
 from loray.deployments.deadlines import in_time, seconds_left
-from loray.deployments.errors import DeadlineExceeded, EmbeddingFailed, GrammarFailed, Incomplete, InvalidRequest, LorayError, Unhealthy
+from loray.deployments.errors import DeadlineExceeded, EmbeddingFailed, GrammarFailed, Incomplete, InvalidRequest, LorayError
 from loray.deployments.generation import Generation, Timing
 from loray.deployments.grammars import Grammars
 from loray.deployments.metrics import EMBEDDED, Metrics
@@ -30,7 +30,7 @@ from loray.models.step import Sampling
 MAX_SEED = 2**63 - 1
 MAX_STOPS = 4
 MAX_ALTERNATIVES = 20  # most probable tokens reported for each new one
-HEALTH_SECONDS = 5.0  # an unanswered health check is a failed one
+ANSWER_S = 5.0  # for questions about health and numbers; one that is unanswered by then has failed
 
 
 class FieldNames(NamedTuple):
@@ -59,17 +59,20 @@ def random_seed() -> int:
 
 
 class Service:
-    """`facts` are shown in /info as they are and win over what the arguments say (model_dtype, attention, …)."""
+    """`facts` are shown in /info as they are and win over what the arguments say (model_dtype, attention, …).
+    `replica` is a label in /metrics."""
 
-    def __init__(self, args: ServerArgs, tokenizer: Tokenizer, backend: Backend, max_total_tokens: int, facts: Mapping[str, Any]) -> None:
+    def __init__(
+        self, args: ServerArgs, tokenizer: Tokenizer, backend: Backend, max_total_tokens: int, facts: Mapping[str, Any], replica: str = ""
+    ) -> None:
         self.args = args
         self.tokenizer = tokenizer
         self.backend = backend
         self.max_total_tokens = max_total_tokens
         self.facts = facts
-        self.metrics = Metrics()
+        self.metrics = Metrics(replica)
         self.grammars = Grammars(tokenizer.folder, args.model.trust_remote_code, args.grammars)
-        self._has_generated = False
+        self.has_generated = False  # any token, for anybody
 
     @property
     def model_id(self) -> str:
@@ -84,7 +87,7 @@ class Service:
     async def in_time(self, received: float) -> AsyncGenerator[None, None]:
         """Around what takes time before a driver gets the request. Raises DeadlineExceeded."""
         with self._telling_the_limit():
-            async with in_time(seconds_left(self.deadline_s, received), "it was still being prepared"):
+            async with in_time(seconds_left(self.deadline_s, request_log.receipt(received)), "it was still being prepared"):
                 yield
 
     @contextmanager
@@ -184,6 +187,7 @@ class Service:
             with self._telling_the_limit():
                 yield generation
             outcome = generation.finish_reason or outcome
+            self.has_generated = self.has_generated or generation.num_tokens > 0
         except GrammarFailed as error:
             outcome = error.error_type
             raise InvalidRequest(f"{request.grammar_field}: {error.message}", request.grammar_field) from error
@@ -230,31 +234,10 @@ class Service:
                     return event.embedding
         raise EmbeddingFailed("the embedding broke off")
 
-    async def check_health(self) -> None:
+    async def driver_stats(self) -> dict[str, dict[str, float]]:
+        """By replica. Empty while no driver can answer: metrics must be readable just then."""
         try:
-            healthy = await asyncio.wait_for(self.backend.healthy(), HEALTH_SECONDS)
-        except Exception:  # whatever keeps it from answering, it makes no tokens
-            healthy = False
-        if not healthy:
-            raise Unhealthy("unhealthy")
-
-    async def check_started(self) -> None:
-        """Makes one real token, once."""
-        if self._has_generated:
-            return
-        request = GenerationRequest(
-            request_id=request_log.new_sequence_id(), prompt_ids=[0], max_new_tokens=1, sampling=Sampling(), trace=request_log.trace()
-        )
-        try:
-            async with self.generation(request, [], Timing()) as generation:
-                self._has_generated = [piece async for piece in generation] != []
-        except LorayError as error:
-            raise Unhealthy("unhealthy") from error
-
-    async def driver_stats(self) -> dict[str, float]:
-        """Empty while the driver can't answer: metrics must be readable just then."""
-        try:
-            return await asyncio.wait_for(self.backend.stats(), HEALTH_SECONDS)
+            return await asyncio.wait_for(self.backend.stats(), ANSWER_S)
         except Exception:
             return {}
 
@@ -266,16 +249,14 @@ class Service:
     async def measure_adapters(self) -> None:
         """For the metrics, which must be readable also when nobody can tell."""
         try:
-            statuses = await asyncio.wait_for(self.adapter_statuses(), HEALTH_SECONDS)
+            statuses = await asyncio.wait_for(self.adapter_statuses(), ANSWER_S)
         except Exception:
             return
         self.metrics.observe_adapters(statuses)
 
     def info(self) -> dict[str, Any]:
-        scheduler = self.args.scheduler
         return {
             "model_id": self.model_id,
-            "model_sha": self.args.model.revision,
             "model_dtype": self.args.model.dtype,
             "model_device_type": self.args.device,
             "max_concurrent_requests": self.args.limits.max_concurrent_requests,
@@ -283,7 +264,6 @@ class Service:
             "max_stop_sequences": MAX_STOPS,
             "max_input_length": self.max_total_tokens - 1,
             "max_total_tokens": self.max_total_tokens,
-            "max_batch_total_tokens": scheduler.max_batch_tokens,
             "pooling": self.args.model.pooling,
             "tensor_parallel_size": self.args.tensor_parallel_size,
             "adapter_roots": len(self.args.adapters.local_roots),
@@ -293,4 +273,4 @@ class Service:
 
 
 def _with_time_left(request: GenerationRequest, timing: Timing) -> GenerationRequest:
-    return msgspec.structs.replace(request, deadline_s=seconds_left(request.deadline_s, timing.received))
+    return msgspec.structs.replace(request, deadline_s=seconds_left(request.deadline_s, request_log.receipt(timing.received)))

@@ -102,11 +102,11 @@ async def _content(
         if end:
             yield end
     except LorayError as error:
-        request_log.add_failure(error)
+        request_log.add_failure(error.error_type)
         yield _encode([error_body(error)])
     except Exception:
         logger.exception("a stream failed")
-        request_log.add_failure(Incomplete("internal error"))
+        request_log.add_failure(Incomplete.error_type)
         yield _encode([error_body(Incomplete("internal error"))])
     finally:
         await _stop(first, batches)

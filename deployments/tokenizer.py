@@ -1,19 +1,18 @@
 """Text to token ids and back, and chat messages to a prompt. Knows nothing of requests or HTTP."""
 
-import asyncio
-from collections.abc import Callable
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, NamedTuple
 
 import jinja2
 
 from loray.deployments.errors import MissingTemplateVariable, TemplateError
+from loray.deployments.off_loop import off_loop_if
+from loray.deployments.token_bytes import TokenBytes
 
-OFF_LOOP_CHARS = 4096  # about 1 ms of encoding; longer texts would hold up every other stream, so a thread does them
-OFF_LOOP_MESSAGES = 64  # the same, of what is done for each
-OFF_LOOP_TOKENS = 4096  # the same, of decoding
-
-T = TypeVar("T")
+OFF_LOOP_CHARS = 4096  # about 1 ms of encoding; longer texts would hold up every other stream, so a thread does them, without the GIL
+OFF_LOOP_MESSAGES = 64  # the same, of what is done for each; or texts
+OFF_LOOP_IDS = 4096  # the same, of decoding them at once
 
 
 class TokenSpan(NamedTuple):
@@ -35,6 +34,7 @@ class Tokenizer:
         self._backend.no_padding()
         added = self._backend.get_added_tokens_decoder()
         self.special_texts: dict[int, str] = {token_id: token.content for token_id, token in added.items() if token.special}
+        self.bytes = TokenBytes(self._backend, self.special_texts)
 
     @classmethod
     def load(cls, folder: Path, trust_remote_code: bool = False) -> "Tokenizer":
@@ -53,10 +53,20 @@ class Tokenizer:
 
     async def encode(self, text: str) -> list[int]:
         """With the special tokens the model expects around a plain prompt."""
-        return await off_loop_if(len(text) > OFF_LOOP_CHARS, lambda: self._backend.encode(text).ids)
+        (token_ids,) = await self.encode_all([text])
+        return token_ids
 
-    async def spans(self, text: str, add_special_tokens: bool) -> list[TokenSpan]:
-        return await off_loop_if(len(text) > OFF_LOOP_CHARS, lambda: self._spans(text, add_special_tokens))
+    async def encode_all(self, texts: Sequence[str]) -> list[list[int]]:
+        """The same of each."""
+        return await off_loop_if(is_long(texts), lambda: [encoding.ids for encoding in self._encodings(texts)])
+
+    async def spans(self, texts: Sequence[str], add_special_tokens: bool = True) -> list[list[TokenSpan]]:
+        """Of each text."""
+        return await off_loop_if(is_long(texts), lambda: [_spans(encoding) for encoding in self._encodings(texts, add_special_tokens)])
+
+    async def places(self, texts: Sequence[str]) -> list[list[int]]:
+        """Of each text: the place of its tokens in it. One that the tokenizer adds takes none."""
+        return await off_loop_if(is_long(texts), lambda: [_places(_spans(encoding)) for encoding in self._encodings(texts)])
 
     def chat_template(self, has_tools: bool) -> str:
         """The model's own, "" for none; some have another one for tools."""
@@ -65,32 +75,28 @@ class Tokenizer:
             template = (has_tools and template.get("tool_use")) or template.get("default")
         return template or ""
 
-    async def encode_chat(self, messages: list[dict[str, Any]], tools: list[dict[str, Any]], template: str) -> list[int]:
+    async def render_chat(self, messages: list[dict[str, Any]], tools: list[dict[str, Any]], template: str) -> str:
         """The prompt that asks for the next assistant message. The template runs here: it is the model's own or the configured one."""
-        is_long = is_much(messages) or sum(len(message["content"]) for message in messages) > OFF_LOOP_CHARS
-        is_long = is_long or bool(tools) or template != self.chat_template(has_tools=False)
-        return await off_loop_if(is_long, lambda: self._encode_chat(messages, tools, template))
+        is_slow = is_much(messages) or is_long([message["content"] for message in messages])
+        is_slow = is_slow or bool(tools) or template != self.chat_template(has_tools=False)
+        return await off_loop_if(is_slow, lambda: self._render(messages, tools, template))
 
     async def encode_rendered(self, text: str) -> list[int]:
         """A prompt that a chat template wrote, its own special tokens included."""
-        return await off_loop_if(len(text) > OFF_LOOP_CHARS, lambda: self._encode_rendered(text))
-
-    async def decode_prompt(self, token_ids: list[int]) -> str:
-        """As `decode`; it may be long."""
-        return await off_loop_if(len(token_ids) > OFF_LOOP_TOKENS, lambda: self.decode(token_ids))
-
-    def _spans(self, text: str, add_special_tokens: bool) -> list[TokenSpan]:
-        encoding = self._backend.encode(text, add_special_tokens=add_special_tokens)
-        return [TokenSpan(token_id, *offsets) for token_id, offsets in zip(encoding.ids, encoding.offsets, strict=True)]
-
-    def _encode_chat(self, messages: list[dict[str, Any]], tools: list[dict[str, Any]], template: str) -> list[int]:
-        return self._encode_rendered(self._render(messages, tools, template))
-
-    def _encode_rendered(self, text: str) -> list[int]:
         try:
-            return self._backend.encode(text, add_special_tokens=False).ids  # the template wrote its own
+            return await off_loop_if(is_long([text]), lambda: self._encodings([text], add_special_tokens=False)[0].ids)
         except TypeError as error:  # half of a surrogate pair, which a template can write
             raise TemplateError("messages: the chat template wrote half of a surrogate pair, which is no text", param="messages") from error
+
+    async def decode_all(self, prompts: Sequence[list[int]]) -> list[str]:
+        """As `decode`, of each; they may be long."""
+        return await off_loop_if(sum(map(len, prompts)) > OFF_LOOP_IDS, lambda: [self.decode(token_ids) for token_ids in prompts])
+
+    def _encodings(self, texts: Sequence[str], add_special_tokens: bool = True) -> list[Any]:
+        """`encode` holds the GIL until it is done, in a thread too; `encode_batch` lets it go."""
+        if is_long(texts):
+            return self._backend.encode_batch(list(texts), add_special_tokens=add_special_tokens)
+        return [self._backend.encode(text, add_special_tokens=add_special_tokens) for text in texts]
 
     def _render(self, messages: list[dict[str, Any]], tools: list[dict[str, Any]], template: str) -> str:
         try:
@@ -108,10 +114,25 @@ class Tokenizer:
         return self._backend.decode(token_ids, skip_special_tokens=True)
 
 
+def is_long(texts: Sequence[str]) -> bool:
+    """Together."""
+    return len(texts) > OFF_LOOP_MESSAGES or sum(map(len, texts)) > OFF_LOOP_CHARS
+
+
 def is_much(messages: list[dict[str, Any]]) -> bool:
     """Arguments of calls are JSON of any length."""
     return len(messages) > OFF_LOOP_MESSAGES or any("tool_calls" in message for message in messages)
 
 
-async def off_loop_if(is_long: bool, work: Callable[[], T]) -> T:
-    return await asyncio.to_thread(work) if is_long else work()
+def _spans(encoding: Any) -> list[TokenSpan]:
+    return [TokenSpan(token_id, *offsets) for token_id, offsets in zip(encoding.ids, encoding.offsets, strict=True)]
+
+
+def _places(spans: list[TokenSpan]) -> list[int]:
+    """Spaces before a token, which some tokenizers leave out of its span, are the token's."""
+    places = []
+    end = 0
+    for span in spans:
+        places.append(min(span.start, end) if span.start < span.stop else end)
+        end = max(end, span.stop)
+    return places

@@ -21,15 +21,19 @@ def is_spoken_by(template: str) -> bool:
     return "tools" in template and BEGIN in template and XML_CALL not in template
 
 
-def described(messages: list[Message], tools: list[Tool]) -> list[Message]:
-    """For templates that don't: messages of the plain roles alone, with the tools, calls and results in their texts."""
+def described(messages: list[Message], tools: list[Tool], has_system: bool = True) -> list[Message]:
+    """For templates that don't: messages of the plain roles alone, with the tools, calls and results in their texts.
+
+    `has_system`: the template takes a system message; else the first one of a user tells of the tools.
+    """
     plain = list(_plain(messages))
     if not tools:
         return plain
-    is_system = plain[0]["role"] == "system"
-    before = [plain[0]["content"]] if is_system else []
-    system = {"role": "system", "content": "\n\n".join([*before, _system_text(tools)])}
-    return [system, *plain[is_system:]]
+    role = "system" if has_system else "user"
+    is_there = plain[0]["role"] == role
+    texts = [plain[0]["content"]] if is_there else []
+    texts.insert(len(texts) if has_system else 0, _tools_text(tools))
+    return [{"role": role, "content": "\n\n".join(texts)}, *plain[is_there:]]
 
 
 def structural_tag(tools: list[Tool], is_forced: bool, is_single: bool, answer: dict[str, Any] | None = None) -> str:
@@ -43,6 +47,11 @@ def structural_tag(tools: list[Tool], is_forced: bool, is_single: bool, answer: 
     else:
         wanted = {"type": "triggered_tags", "triggers": [BEGIN], "tags": tags, "stop_after_first": is_single}
     return json.dumps({"type": "structural_tag", "format": wanted})
+
+
+def json_format(schema: Any, place: str) -> dict[str, Any]:
+    """Of a structural tag; `place` says whose schema it is if it is refused."""
+    return {"type": "json_schema", "json_schema": schema, "max_whitespace_cnt": MAX_SPACES, "place": place}
 
 
 def calls_shelter(is_first: bool) -> Shelter:
@@ -64,11 +73,10 @@ def parsed_arguments(arguments: str, name: str) -> dict[str, Any]:
 
 def _tag(function: dict[str, Any]) -> dict[str, Any]:
     begin = f'{BEGIN}\n{{"name": {json.dumps(function["name"])}, "arguments": '
-    content = {"type": "json_schema", "json_schema": function["parameters"], "max_whitespace_cnt": MAX_SPACES}
-    return {"type": "tag", "begin": begin, "content": content, "end": f"}}\n{END}"}
+    return {"type": "tag", "begin": begin, "content": json_format(function["parameters"], function["name"]), "end": f"}}\n{END}"}
 
 
-def _system_text(tools: list[Tool]) -> str:
+def _tools_text(tools: list[Tool]) -> str:
     lines = [
         "You can call functions. Their signatures are within <tools></tools>:",
         "<tools>",

@@ -6,6 +6,8 @@ from torch import Tensor
 
 from loray.models.sampler import SamplingRows, column
 
+LARGEST = 1e30  # of a score: divided by any temperature it stays a number, which a grammar's only token must have
+
 
 def penalise(scores: Tensor, tokens: Tensor, rows: SamplingRows) -> Tensor:
     """Repetition as transformers defines it, over prompt and output; frequency and presence as OpenAI does, over the output.
@@ -17,10 +19,15 @@ def penalise(scores: Tensor, tokens: Tensor, rows: SamplingRows) -> Tensor:
     places = torch.arange(tokens.shape[1], device=scores.device)
     seen_ids = tokens.long().clamp(max=vocab_size).masked_fill_(places >= column(rows["position"], scores), vocab_size)
     seen = scores.gather(1, seen_ids)
-    penalty = column(rows["repetition_penalty"], scores)
-    scores.scatter_(1, seen_ids, torch.where(seen < 0, seen * penalty, seen / penalty))
+    penalty = column(rows["repetition_penalty"], scores).clamp_(1 / LARGEST, LARGEST)
+    scores.scatter_(1, seen_ids, _bounded(torch.where(seen < 0, seen * penalty, seen / penalty), seen))
     output_ids = seen_ids.masked_fill_(places < column(rows["num_prompt"], scores), vocab_size)
     counts = torch.zeros_like(scores).scatter_add_(1, output_ids, scores.new_ones(output_ids.shape)).gather(1, output_ids)
     output = scores.gather(1, output_ids)
-    output -= column(rows["frequency_penalty"], scores) * counts + column(rows["presence_penalty"], scores)
-    return scores.scatter_(1, output_ids, output)[:, :vocab_size]
+    lowered = output - column(rows["frequency_penalty"], scores) * counts - column(rows["presence_penalty"], scores)
+    return scores.scatter_(1, output_ids, _bounded(lowered, output))[:, :vocab_size]
+
+
+def _bounded(scores: Tensor, before: Tensor) -> Tensor:
+    """What was impossible before stays it."""
+    return torch.where(before.isinf(), before, scores.clamp(-LARGEST, LARGEST))

@@ -34,7 +34,7 @@ class PromptLogprobs:
         self._scores.pop(admission.slot, None)
         if admission.wants_prompt_logprobs:
             assert admission.num_computed == admission.num_output == 0, "they come of the whole prompt, with the first token"
-            self._scores[admission.slot] = PromptScores(admission.token_ids, admission.sampling.num_alternatives)
+            self._scores[admission.slot] = PromptScores(admission.token_ids, admission.sampling.num_prompt_alternatives)
 
     def add(self, slot: int, logits: Tensor) -> None:
         """logits: [num_tokens, vocab_size], of the slot's next tokens; those of the prompt's last one are not needed, and may be there."""

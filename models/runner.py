@@ -54,6 +54,7 @@ class Runner:
         max_running: int,
         max_total_tokens: int,
         block_size: int = 16,
+        trust_remote_code: bool = False,
     ) -> None:
         started = time.perf_counter()
         config = AutoConfig.from_pretrained(model_path)
@@ -72,11 +73,12 @@ class Runner:
         self._planner = Planner(self._tokens, attention, self._lora.specials)
         self._pooler = Pooler()
         self._prompts = PromptLogprobs()
-        self.grammars = GrammarMasks(model_path, is_timed=parallel.rank == 0)
+        self.grammars = GrammarMasks(model_path, trust_remote_code, is_timed=parallel.rank == 0)
         self._sampling = SlotSampling(self._tokens, self.grammars, parallel)
         self._kv_cache: KVCache | None = None
         self._graphs: DecodeGraphs | None = None
         self._last: Launched | None = None
+        self._last_slots: set[int] = set()
 
     def report(self, memory_fraction: float) -> LoadReport:
         num_layers, num_kv_heads, head_dim = self._model.kv_shape
@@ -124,8 +126,8 @@ class Runner:
     @torch.inference_mode()
     def launch(self, step: Step) -> Launched:
         """What the step yields is fetched when it is asked for; the next may be launched before. Never two ahead."""
-        if self._last is not None and (self.grammars.is_in_use or any(admission.sampling.grammar for admission in step.admissions)):
-            self._last.result()  # its tokens decide what may come next, and belong to the slots as they were
+        if self._last is not None and self._needs_last(step):
+            self._last.result()
         failed_loads = self._lora.load_all(step.loads, step.freed_pages)
         load_time = self._lora.load_time
         self._sampling.admit(step.admissions)
@@ -152,8 +154,13 @@ class Runner:
                 prompt_alternatives={place: scores.alternatives for place, scores in prompts.items() if scores.alternatives},
             )
 
-        self._last = Launched(fetch, lambda: drawn.tokens.is_done)
+        self._last, self._last_slots = Launched(fetch, lambda: drawn.tokens.is_done), {row.slot for row in step.rows}
         return self._last
+
+    def _needs_last(self, step: Step) -> bool:
+        """Whether tokens of the step before decide what a grammar allows next, or belong to slots as they were before the step."""
+        bound = self._last_slots.intersection(admission.slot for admission in step.admissions if admission.sampling.grammar)
+        return bool(bound) or self.grammars.holds(row.slot for row in step.rows if row.slot in self._last_slots)
 
     def _compute(self, step: Step) -> tuple[Drawn, Layout, list[list[float]]]:
         """New tokens in the order of the layout's logits, and embeddings in the order of the rows."""

@@ -4,6 +4,7 @@ The driver keeps ids; each rank keeps, for every slot, the tokens, the block tab
 decode costs a few bytes on the wire, and a sampled token feeds the next step without leaving the device.
 """
 
+import hashlib
 from typing import Annotated, Literal
 
 import msgspec
@@ -28,8 +29,9 @@ class Sampling(msgspec.Struct, frozen=True, array_like=True):
     watermark: bool = False
     min_new_tokens: Annotated[int, Meta(ge=0)] = 0  # before so many none of stop_ids
     stop_ids: list[int] = []  # tokens that end the sequence; the driver fills them in where min_new_tokens needs them
-    grammar: bytes = b""  # a compiled xgrammar grammar: zlib of its JSON; empty = none
+    grammar: bytes = b""  # an xgrammar grammar, not compiled: zlib of its JSON; empty = none
     num_alternatives: Annotated[int, Meta(ge=0)] = 0  # most probable tokens to report beside each new one
+    num_prompt_alternatives: Annotated[int, Meta(ge=0)] = 0  # the same of the prompt's, where its log-probabilities are wanted
 
 
 Alternatives = list[tuple[int, float]]  # token ids and their log-probabilities, most probable first
@@ -83,6 +85,12 @@ class Step(msgspec.Struct, frozen=True, array_like=True):
     prepares: list[HostCopy] = []
     drops: list[HostCopy] = []
     freed_pages: list[int] = []  # no adapter is in them any more; a load of the same step may fill them again
+    grammars: list[bytes] = []  # as in Sampling; to be compiled beside the steps, and kept
+    dropped_grammars: list[bytes] = []  # their keys
+
+
+def grammar_key(grammar: bytes) -> bytes:
+    return hashlib.sha256(grammar).digest()
 
 
 class RowFailure(msgspec.Struct, frozen=True, array_like=True):

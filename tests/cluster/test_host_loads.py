@@ -7,7 +7,21 @@ import pytest
 
 from loray.cluster.host_loads import NUM_READERS, HostLoader, HostReports, Prepared
 from loray.models.adapter import AdapterError
-from loray.models.step import HostCopy, Step
+from loray.models.step import HostCopy, Step, grammar_key
+
+
+class GrammarMemory:
+    def __init__(self) -> None:
+        self.held: set[bytes] = set()
+
+    def prepare(self, grammar: bytes) -> int:
+        if grammar == b"bad":
+            raise RuntimeError("is none")
+        self.held.add(grammar_key(grammar))
+        return len(grammar)
+
+    def drop(self, key: bytes) -> None:
+        self.held.discard(key)
 
 
 class Memory:
@@ -17,6 +31,7 @@ class Memory:
         self.torn: set[str] = set()
         self.door = threading.Event()
         self.door.set()
+        self.grammars = GrammarMemory()
 
     def prepare(self, path: str, signature: str) -> int:
         if path == "slow":
@@ -36,7 +51,7 @@ class Ranks:
     def __init__(self) -> None:
         self.memories = [Memory(10), Memory(12)]
         reports = HostReports("127.0.0.1", 2)
-        self.loaders = [HostLoader(memory, reports.address, rank) for rank, memory in enumerate(self.memories)]
+        self.loaders = [HostLoader(memory, memory.grammars, reports.address, rank) for rank, memory in enumerate(self.memories)]
         self.prepared: SimpleQueue[Prepared] = SimpleQueue()
         reports.start(self.prepared.put)
 
@@ -79,3 +94,16 @@ def test_a_failure_of_any_kind_is_reported_and_the_next_is_read() -> None:
     assert errors["torn"] == "torn: cannot be read" and "ZeroDivisionError" in errors["bug"]
     ranks.step([str(i) for i in range(3 * NUM_READERS)])
     assert {ranks.next().error for _ in range(3 * NUM_READERS)} == {""}
+
+
+def test_a_grammar_is_there_when_every_rank_has_compiled_it_and_one_that_is_none_says_so() -> None:
+    ranks = Ranks()
+    for loader in ranks.loaders:
+        loader.prepare(Step(1, [], [], [], grammars=[b"good", b"bad"]))
+    found = {prepared.grammar: prepared for prepared in (ranks.next(), ranks.next())}
+    assert (found[grammar_key(b"good")].num_bytes, found[grammar_key(b"good")].error) == (4, "")
+    assert "is none" in found[grammar_key(b"bad")].error
+    assert all(memory.grammars.held == {grammar_key(b"good")} for memory in ranks.memories)
+    for loader in ranks.loaders:
+        loader.drop(Step(2, [], [], [], dropped_grammars=[grammar_key(b"good")]))
+    assert not any(memory.grammars.held for memory in ranks.memories)

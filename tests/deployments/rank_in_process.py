@@ -10,10 +10,11 @@ from loray.cluster.host_loads import Prepared
 from loray.deployments.adapter_tiers import AdapterTiers
 from loray.deployments.adapters import AdapterTable
 from loray.deployments.block_pool import BlockPool
-from loray.deployments.engine import Engine, QueueLimits
+from loray.deployments.engine import Engine
 from loray.deployments.host_tier import HostTier
+from loray.deployments.queue_limits import QueueLimits
 from loray.deployments.scheduler import Scheduler
-from loray.models.step import HostCopy, Step, StepResult
+from loray.models.step import HostCopy, Step, StepResult, grammar_key
 from tests.deployments.simulated_rank import SimulatedRank
 
 NUM_BLOCKS, BLOCK, NUM_PAGES = 32, 4, 4
@@ -33,6 +34,8 @@ class RankInProcess:
         self.slow_paths: set[str] = set()  # never read to the end, unless the test says so
         self.lost_paths: set[str] = set()  # cannot be read into host memory
         self.prepared: list[HostCopy] = []
+        self.compiled: list[bytes] = []
+        self.slow_grammars: set[bytes] = set()  # never compiled to the end, unless the test says so
         self.dropped: list[HostCopy] = []
         self.is_paused = threading.Event()
         self._num_until_pause = 0
@@ -59,10 +62,17 @@ class RankInProcess:
             for copy in step.prepares:
                 if copy.path not in self.slow_paths:
                     self.prepare(copy)
+            for grammar in step.grammars:
+                self.compiled.append(grammar)
+                if grammar not in self.slow_grammars:
+                    self.compile(grammar)
             return result
         self.woken.wait(0.02 if self.queue else timeout_ms / 1000)
         self.woken.clear()
         return None
+
+    def compile(self, grammar: bytes) -> None:
+        self.on_prepared(Prepared(HostCopy("", ""), 1, 0.5, grammar=grammar_key(grammar)))
 
     def prepare(self, copy: HostCopy) -> None:
         self.prepared.append(copy)

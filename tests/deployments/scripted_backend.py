@@ -23,6 +23,7 @@ HF = tiny_tokenizer()
 EOS_ID = HF.eos_token_id
 BASE = ServerArgs().model.id
 MAX_TOTAL_TOKENS = 64
+FACTS = {"model_device_type": "cpu", "model_sha": None, "attention": "scripted", "max_batch_total_tokens": 1456 * 16}  # a driver's
 
 
 class ScriptedBackend:
@@ -80,7 +81,7 @@ class ScriptedBackend:
         return [(token_id + i, -0.5 - i) for i in range(num)]
 
     def _event(self, request: GenerationRequest, token_ids: list[int], is_first: bool, finish: str) -> TokenEvent:
-        num = request.sampling.num_alternatives
+        num, num_prompt = request.sampling.num_alternatives, request.sampling.num_prompt_alternatives
         others = request.prompt_ids[1:] if is_first and request.wants_prompt_logprobs else []
         return TokenEvent(
             request.request_id,
@@ -89,7 +90,7 @@ class ScriptedBackend:
             finish,
             alternatives=[self.alternatives_of(token_id, num) for token_id in token_ids] if num else [],
             prompt_logprobs=[-float(place) for place, _ in enumerate(others, 1)],
-            prompt_alternatives=[self.alternatives_of(token_id, num) for token_id in others] if num else [],
+            prompt_alternatives=[self.alternatives_of(token_id, num_prompt) for token_id in others] if num_prompt else [],
             queue_s=self.queue_s if is_first else 0.0,
         )
 
@@ -98,8 +99,8 @@ class ScriptedBackend:
         """Values that float32 holds exactly."""
         return [len(prompt_ids) / 8, -float(prompt_ids[0]), 0.5]
 
-    async def stats(self) -> dict[str, float]:
-        return {"running": 3, "kv_blocks_total": 1456}
+    async def stats(self) -> dict[str, dict[str, float]]:
+        return {"d1": {"running": 3, "kv_blocks": 1456, "steps_total": 12}, "d2": {"running": 1, "kv_blocks": 1456, "steps_total": 5}}
 
     async def adapters(self) -> list[str]:
         return ["pirate", "org/poet"]
@@ -156,7 +157,7 @@ def saying(text: str, turn_s: float = 0.0) -> ScriptedBackend:
 
 
 def service_of(backend: ScriptedBackend, **args: Any) -> Service:
-    return Service(ServerArgs(**args), Tokenizer(HF), backend, MAX_TOTAL_TOKENS, {"model_device_type": "cpu", "attention": "scripted"})
+    return Service(ServerArgs(**args), Tokenizer(HF), backend, MAX_TOTAL_TOKENS, FACTS)
 
 
 def send(service: Service, method: str, path: str, **kwargs: Any) -> httpx.Response:

@@ -68,6 +68,7 @@ class SimulatedRank:
             if (token := self._run(row.slot, row.num_tokens, row.new_block_ids, row.samples)) is not None
         ]
         counts = [self.slots[slot].sampling.num_alternatives for slot, _ in sampled]
+        prompt_counts = [self.slots[slot].sampling.num_prompt_alternatives for slot, _ in sampled]
         prompts = {i: self.prompt_logprobs.pop(slot) for i, (slot, _) in enumerate(sampled) if slot in self.prompt_logprobs}
         return StepResult(
             step.step_id,
@@ -78,7 +79,9 @@ class SimulatedRank:
             failed_rows={i: GRAMMAR_FAILURES[text] for i, row in enumerate(step.rows) if (text := self.slots[row.slot].sampling.grammar)},
             alternatives={i: [(token, -float(token))] * counts[i] for i, (_, token) in enumerate(sampled) if counts[i]},
             prompt_logprobs=prompts,
-            prompt_alternatives={i: [[(0, value)] * counts[i] for value in values] for i, values in prompts.items() if counts[i]},
+            prompt_alternatives={
+                i: [[(0, value)] * prompt_counts[i] for value in values] for i, values in prompts.items() if prompt_counts[i]
+            },
         )
 
     def _run(self, slot: int, num_tokens: int, new_block_ids: list[int], samples: bool) -> int | None:

@@ -7,15 +7,13 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-import msgspec
 import pytest
 from ray.exceptions import RayTaskError
 
-from loray.deployments import template_renderer
 from loray.deployments.adapter_service import AdapterService
 from loray.deployments.adapter_store import AdapterStore
 from loray.deployments.adapter_template import adapter_template
-from loray.deployments.chat_template import configured_template
+from loray.deployments.chat_template import ChatTemplates, configured_template
 from loray.deployments.config import AdapterArgs
 from loray.deployments.driver_client import DriverClient
 from loray.deployments.errors import AdapterFailed, AdapterNotFound, LorayError, TemplateError
@@ -23,17 +21,17 @@ from loray.deployments.openai import OpenAIApi
 from loray.deployments.openai_request import ChatBody
 from loray.deployments.request import AdapterRef
 from loray.deployments.template_renderer import TemplateRenderer
-from loray.deployments.template_worker import MAX_TEXT, RenderJob
 from loray.deployments.tokenizer import Tokenizer
-from loray.deployments.worker_process import WorkerLimits, WorkerProcess
 from tests.deployments.file_server import HubServer
 from tests.deployments.peft_folder import SHAPES, save_folder
 from tests.deployments.rank_in_process import PAGE_BYTES, RankInProcess, start_engine
 from tests.deployments.scripted_backend import BASE, HF, ScriptedBackend, run, saying, send, service_of
+from tests.tiny_tokenizer import tiny_tokenizer
+from tests.weather_tools import WEATHER
 
 CHAT = "/v1/chat/completions"
 ROLES = "{% for message in messages %}[{{ message['role'] }}]{{ message['content'] }}{% endfor %}"
-FOREVER = "{% for a in range(99999) %}{% for b in range(99999) %}{% endfor %}{% endfor %}"
+MESSAGES = [{"role": "user", "content": "hello"}]
 TOOLS = (
     "{% if tools %}{{ tools | tojson }}<tool_call>{% endif %}{% for message in messages %}[{{ message.role }}]{{ message.content }}"
     "{% for call in message.tool_calls %}{{ call.function.name }}({{ call.function.arguments.city }}){% endfor %}{% endfor %}"
@@ -114,6 +112,11 @@ def test_a_template_that_fails_says_why(template: str, says: str, code: str) -> 
     assert (response.status_code, error["param"], error["code"]) == (400, "messages", code) and says in error["message"]
 
 
+def test_a_name_that_nobody_gave_is_false_and_nothing_as_in_transformers() -> None:
+    template = "{{ persona }}{% if persona %}x{% endif %}{% for part in persona %}x{% endfor %}"
+    assert prompt(saying("x"), template + ROLES) == "[user]hello"
+
+
 def test_what_an_adapters_template_can_not_be_given_or_tell_is_refused() -> None:
     backend = saying("x")
     backend.templates |= {"tools": TOOLS, "half": "{{ '\\ud800' }}", "raises": "{{ raise_exception('\\ud800') }}"}
@@ -136,7 +139,7 @@ def test_a_template_with_much_to_do_holds_nobody_up(num_messages: int, has_calls
     threads: list[threading.Thread] = []
     message = {"role": "user", "content": ""} | ({"tool_calls": []} if has_calls else {})
     tokenizer = Noting(HF)
-    run(tokenizer.encode_chat([message] * num_messages, [], tokenizer.chat_template(has_tools=False)))
+    run(tokenizer.render_chat([message] * num_messages, [], tokenizer.chat_template(has_tools=False)))
     assert [thread is not threading.main_thread() for thread in threads] == [is_alone]
 
 
@@ -152,6 +155,26 @@ def test_a_template_that_knows_tools_gets_calls_and_their_arguments_as_objects()
     assert prompt(saying("x"), TOOLS, messages=messages) == "[assistant]weather(Bern)[tool]sun"
     short = "{{ messages[0].content[:12] }}"
     assert prompt(saying("x"), short, messages=messages) == "<tool_call>\n"
+
+
+def test_a_template_that_refuses_a_system_message_is_told_of_tools_by_the_user() -> None:
+    template = "{% if messages[0].role == 'system' %}{{ raise_exception('no system role') }}{% endif %}" + ROLES
+    templates = ChatTemplates(Tokenizer(HF), saying("x"), template)
+    written = run(templates.prompt(MESSAGES, [WEATHER], None))
+    assert written.startswith("[user]You can call functions") and written.endswith("</tool_call>\n\nhello")
+    with pytest.raises(TemplateError, match="no system role"):
+        run(templates.prompt([{"role": "system", "content": "be kind"}, *MESSAGES], [WEATHER], None))
+
+
+def test_a_models_own_template_for_tools_is_no_strangers(monkeypatch: pytest.MonkeyPatch) -> None:
+    async def render(*_: Any) -> str:
+        raise AssertionError("it is no stranger's")
+
+    monkeypatch.setattr(TemplateRenderer, "render", render)
+    tokenizer = tiny_tokenizer()
+    tokenizer.chat_template = {"default": ROLES, "tool_use": f"tools {ROLES}"}
+    templates = ChatTemplates(Tokenizer(tokenizer), saying("x"), None)
+    assert run(templates.prompt(MESSAGES, [WEATHER], None)).startswith("tools [system]You can call functions")
 
 
 @pytest.mark.parametrize("arguments", ["{", "[1]", "NaN", '{"a": NaN}', '{"a": "\\ud800"}', '{"\\ud800": 1}'])
@@ -235,49 +258,3 @@ def test_what_a_replica_says_of_the_adapter_reaches_the_caller(error: LorayError
 
     with pytest.raises(type(error), match=error.message):
         run(ask())
-
-
-MESSAGES = [{"role": "user", "content": "hello"}]
-
-
-def test_a_template_that_did_not_end_is_not_tried_again_and_others_are(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(template_renderer, "LIMITS", WorkerLimits(timeout_s=1.0, max_memory_bytes=512 << 20))
-    tried = []
-    ask = WorkerProcess.ask
-
-    def ask_and_note(worker: WorkerProcess, job: bytes) -> bytes:
-        tried.append(msgspec.msgpack.decode(job, type=RenderJob).template)
-        return ask(worker, job)
-
-    monkeypatch.setattr(WorkerProcess, "ask", ask_and_note)
-
-    async def render(*templates: str) -> None:
-        renderer = TemplateRenderer({})
-        for template in templates:
-            with pytest.raises(TemplateError):
-                await renderer.render(template, MESSAGES, [])
-
-    run(render(FOREVER, FOREVER, "{% if %}", "{% if %}"))
-    assert tried == [FOREVER, "{% if %}", "{% if %}"]
-
-
-def test_a_template_may_make_a_long_text_but_no_huge_one() -> None:
-    async def render(num_characters: int) -> str:
-        return await TemplateRenderer({}).render(f"{{{{ 'a' * {num_characters} }}}}", MESSAGES, [])
-
-    assert len(run(render(MAX_TEXT))) == MAX_TEXT
-    with pytest.raises(TemplateError, match=f"makes a text of {MAX_TEXT + 1} characters"):
-        run(render(MAX_TEXT + 1))
-
-
-def test_a_template_that_never_ends_or_fills_the_memory_fails_its_own_requests_alone(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(template_renderer, "LIMITS", WorkerLimits(timeout_s=1.0, max_memory_bytes=64 << 20))
-    backend = saying("x")
-    huge = "{% set ns = namespace(t='aaaaaaaa') %}{% for a in range(40) %}{% set ns.t = ns.t + ns.t %}{% endfor %}{{ ns.t }}"
-    backend.templates |= {"forever": FOREVER, "huge": huge, "good": f"good {ROLES}"}
-    service = service_of(backend)
-    body: dict[str, Any] = {"messages": [{"role": "user", "content": "hello"}]}
-    answers = {name: send(service, "POST", CHAT, json={**body, "model": name}) for name in ("forever", "huge", "forever", "good")}
-    assert {name: response.status_code for name, response in answers.items()} == {"forever": 400, "huge": 400, "good": 200}
-    assert "takes more than 1 s or too much memory" in answers["forever"].text and "chat template" in answers["huge"].text
-    assert str(HF.decode(backend.requests[-1].prompt_ids)) == "good [user]hello"

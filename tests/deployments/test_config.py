@@ -55,6 +55,26 @@ def test_a_value_out_of_range_is_refused(tree: dict[str, Any]) -> None:
         ServerArgs.model_validate(tree)
 
 
+@pytest.mark.parametrize(
+    ("keys", "says"),
+    [
+        ({"inference": "same", "admin": "same"}, "admin: is an inference key as well"),
+        ({"inference": {"a": "x", "b": "same"}, "admin": "same"}, "admin: is an inference key as well"),
+        ({"inference": {"a": "x", "b": "clé"}}, r"inference \(b\): a key is printable ASCII"),
+        ({"inference": " x"}, r"inference \(default\): a key is printable ASCII without a space"),
+        ({"admin": "x "}, "admin: a key is printable ASCII without a space"),
+        ({"admin": "x\n"}, "admin: a key is printable ASCII without a space"),
+    ],
+)
+def test_a_key_that_opens_too_much_or_can_not_be_sent_is_refused_by_name(keys: dict[str, Any], says: str) -> None:
+    with pytest.raises(ValidationError, match=says):
+        ServerArgs.model_validate({"api_keys": keys})
+
+
+def test_a_key_may_be_of_several_words() -> None:
+    assert ServerArgs.model_validate({"api_keys": {"inference": "open ~ sesame!", "admin": "x"}}).api_keys.admin == "x"
+
+
 def test_sizes_are_read_as_people_write_them() -> None:
     assert ServerArgs.model_validate({"kv_cache": {"cpu_bytes": "512MiB"}}).kv_cache.cpu_bytes == 512 << 20
 

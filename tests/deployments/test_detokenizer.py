@@ -89,3 +89,31 @@ def test_bytes_that_never_become_a_character_are_given_out_after_a_while(byte_le
     pieces = pieces_of(byte_level, [*broken, *(ids[byte] for byte in b"ok")])
     assert "".join(pieces).endswith("ok") and set("".join(pieces)) == {BROKEN, "o", "k"}
     assert sum(bool(piece) for piece in pieces[:100]) >= 3
+
+
+@pytest.mark.parametrize("text", ["ok \ufffd", "\ufffd", "日\ufffd\ufffd"])
+def test_a_replacement_character_that_was_written_is_not_taken_for_a_cut_one(
+    byte_level: Tokenizer, byte_fallback: Tokenizer, text: str
+) -> None:
+    ids = byte_ids()
+    assert "".join(pieces_of(byte_level, [ids[byte] for byte in text.encode()])) == text
+    assert "".join(pieces_of(byte_level, [ids[byte] for byte in (text + "日").encode()[:-1]])) == text
+    assert "".join(pieces_of(byte_fallback, [byte + 1 for byte in text.encode()])) == text
+
+
+def test_added_and_special_tokens_are_whole() -> None:
+    hf = tiny_tokenizer()
+    hf.add_tokens(["日本", "\ufffd"])
+    hf.add_special_tokens({"additional_special_tokens": ["<é>"]})
+    tokenizer = Tokenizer(hf)
+    token_ids = hf.convert_tokens_to_ids(["\ufffd", "日本", "<é>"])
+    assert [tokenizer.bytes.partial(token_id) for token_id in token_ids] == [b"", b"", b""]
+    assert pieces_of(tokenizer, token_ids) == ["\ufffd", "日本", "", ""]
+
+
+def test_only_tokens_that_are_no_whole_characters_have_bytes_of_their_own(byte_level: Tokenizer, byte_fallback: Tokenizer) -> None:
+    ids = byte_ids()
+    for byte in range(256):
+        expected = b"" if byte < 0x80 else bytes([byte])
+        assert byte_level.bytes.partial(ids[byte]) == byte_fallback.bytes.partial(byte + 1) == expected
+    assert byte_level.bytes.partial(EOS_ID) == byte_level.bytes.partial(10**6) == byte_fallback.bytes.partial(261) == b""

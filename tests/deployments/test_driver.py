@@ -158,6 +158,7 @@ def test_a_request_that_is_given_up_is_a_line_with_the_tokens_it_had(
         run(give_up(request_for("", max_new_tokens=50), rank.is_paused))
         (given_up,) = lines(caplog)
         caplog.clear()
+        store.door.clear()
         store.held = "small"
         run(give_up(request_for("small"), store.is_asked))
         (still_fetched,) = lines(caplog)

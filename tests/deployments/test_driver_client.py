@@ -259,3 +259,20 @@ def test_a_registry_that_is_lost_is_a_clear_error() -> None:
             await DriverClient(None, registry).adapter_statuses()  # type: ignore[arg-type]
 
     run(scenario())
+
+
+def test_the_drivers_numbers_are_those_of_all_replicas_that_answer() -> None:
+    class Handle:
+        def broadcast(self, method: str) -> "Handle":
+            assert method == "replica_stats"
+            return self
+
+        async def results_async(self, *, timeout_s: float, return_exceptions: bool) -> list[Any]:
+            assert return_exceptions, "one that is lost keeps nobody from telling"
+            return [("d1", {"running": 1.0}), ActorDiedError(), ("d2", {"running": 2.0})]
+
+    async def stats() -> dict[str, dict[str, float]]:
+        handle: Any = Handle()
+        return await DriverClient(handle, handle).stats()
+
+    assert run(stats()) == {"d1": {"running": 1.0}, "d2": {"running": 2.0}}

@@ -116,11 +116,11 @@ def test_an_ending_tells_what_was_made_here_and_when(client: Client) -> None:
 
 def test_logprobs_alternatives_and_the_prompts_come_with_their_tokens(client: Client) -> None:
     prompt = list(range(1, 40))
-    client.submit("r", prompt, sampling=Sampling(num_alternatives=2), wants_prompt_logprobs=True)
+    client.submit("r", prompt, sampling=Sampling(num_alternatives=2, num_prompt_alternatives=3), wants_prompt_logprobs=True)
     client.submit("same prompt", prompt, wants_prompt_logprobs=True)
     _, first, *others = client.finish("r")
     assert first.prompt_logprobs == [-float(token) for token in prompt[1:]]
-    assert first.prompt_alternatives == [[(0, logprob)] * 2 for logprob in first.prompt_logprobs]
+    assert first.prompt_alternatives == [[(0, logprob)] * 3 for logprob in first.prompt_logprobs]
     assert not any(event.prompt_logprobs or event.prompt_alternatives or event.queue_s for event in others)
     for event in (first, *others):
         (token,) = event.token_ids

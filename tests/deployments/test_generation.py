@@ -125,7 +125,7 @@ def test_alternatives_have_the_text_that_they_would_have_at_that_place() -> None
 
 @pytest.mark.parametrize("prompt", ["hi wörld <|im_start|>日本", "a b " * 300])  # the second is decoded in a thread
 def test_prompt_tokens_are_the_prompt_with_the_logprobs_of_all_but_the_first(prompt: str) -> None:
-    request = wanting(prompt, wants_prompt_logprobs=True, sampling=Sampling(num_alternatives=2))
+    request = wanting(prompt, wants_prompt_logprobs=True, sampling=Sampling(num_prompt_alternatives=2))
 
     async def collect() -> list[PromptToken]:
         generation = Generation(request, saying("x"), Tokenizer(HF), [], Timing())

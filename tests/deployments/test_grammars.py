@@ -195,6 +195,27 @@ def test_a_schema_that_explodes_is_given_up_while_others_go_on(limited: Grammars
     assert len(jobs) == num_jobs, "it is not tried again at once"
 
 
+def test_many_that_explode_leave_a_worker_to_the_others(limited: Grammars, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "QUICK_S", 0.2)
+    monkeypatch.setattr(module, "LEFT_S", 0.0)
+    exploding = [GrammarSpec("json_schema", json.dumps({**EXPLOSIVE, "title": title})) for title in ("1", "2", "3", "4", "5")]
+
+    async def one_is_quick() -> None:
+        await asyncio.gather(*(limited.compile(GrammarSpec("regex", text), "response_format") for text in "cd"))  # starts the processes
+        tasks = [asyncio.create_task(limited.compile(spec, "response_format")) for spec in exploding]
+        await asyncio.sleep(0)
+        assert await limited.compile(GrammarSpec("regex", "quick"), "response_format")
+        assert not any(task.done() for task in tasks)
+        with pytest.raises(InvalidRequest, match="takes more than 3 s to compile"):
+            await tasks[0]
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+        assert await limited.compile(GrammarSpec("regex", "afterwards"), "response_format")
+
+    asyncio.run(one_is_quick())
+
+
 def test_the_cache_keeps_the_last_used_that_fit(limited: Grammars, jobs: list[type | None]) -> None:
     first, *others = (json.dumps({"type": "null", "description": letter * 20_000}) for letter in "abcd")  # 80 KB of the cache each
     for text in (first, others[0], first, others[1], first, others[2], first):

@@ -5,6 +5,7 @@ from typing import Any
 import httpx
 import pytest
 
+from loray.deployments import health
 from loray.deployments.http_app import make_app
 from tests.deployments.live_server import eventually, live
 from tests.deployments.scripted_backend import BASE, HF, MAX_TOTAL_TOKENS, ScriptedBackend, run, saying, send, service_of
@@ -37,6 +38,38 @@ def test_startup_makes_one_real_token_once() -> None:
     service = service_of(backend)
     assert [send(service, "GET", "/startup").status_code for _ in range(2)] == [200, 200]
     assert [request.max_new_tokens for request in backend.requests] == [1]
+
+
+def test_startup_is_known_from_a_users_generation() -> None:
+    backend = saying("x")
+    service = service_of(backend)
+    send(service, "POST", "/generate", json={"inputs": "hi"})
+    assert send(service, "GET", "/startup").status_code == 200 and len(backend.requests) == 1
+
+
+def test_those_who_ask_for_startup_wait_for_the_same_token_and_not_for_ever(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(health, "ANSWER_S", 0.02)
+    asked: list[asyncio.Event] = []
+
+    class Waiting(ScriptedBackend):
+        async def generate(self, request: Any) -> Any:
+            asked.append(asyncio.Event())
+            await asked[-1].wait()
+            async for event in super().generate(request):
+                yield event
+
+    async def scenario() -> list[int]:
+        transport = httpx.ASGITransport(make_app(service_of(Waiting([[5]], finish="length"))))
+        async with httpx.AsyncClient(transport=transport, base_url="http://loray") as client:
+            answers = await asyncio.gather(*[client.get("/startup") for _ in range(3)])
+            answers.append(await client.get("/startup"))
+            asked[0].set()
+            monkeypatch.setattr(health, "ANSWER_S", 10)
+            answers.append(await client.get("/startup"))
+            return [answer.status_code for answer in answers]
+
+    assert run(scenario()) == [503] * 4 + [200]
+    assert len(asked) == 1
 
 
 def test_startup_fails_until_a_token_was_made() -> None:
@@ -78,7 +111,9 @@ def test_a_body_that_is_not_a_json_object_is_refused_in_each_shape(kwargs: dict[
     assert says in native.json()["error"] and says in compatible.json()["error"]["message"]
 
 
-@pytest.mark.parametrize(("method", "path", "status"), [("GET", "/nope", 404), ("GET", "/generate", 405), ("DELETE", "/", 405)])
+@pytest.mark.parametrize(
+    ("method", "path", "status"), [("GET", "/nope", 404), ("POST", "/generate/", 404), ("GET", "/generate", 405), ("DELETE", "/", 405)]
+)
 def test_an_unknown_route_answers_in_the_native_shape(method: str, path: str, status: int) -> None:
     response = send(service_of(saying("x")), method, path)
     assert (response.status_code, response.json().keys()) == (status, {"error", "error_type"})
@@ -94,6 +129,11 @@ def test_an_unknown_v1_route_answers_in_openais_shape(method: str, path: str, st
 def test_a_bug_answers_in_shape_and_tells_nothing(path: str) -> None:
     response = send(service_of(ScriptedBackend([KeyError("secret")])), "POST", path, json={"inputs": "hello"})
     assert (response.status_code, response.json()) == (500, {"error": "internal error", "error_type": "incomplete_generation"})
+
+
+def test_a_source_that_no_header_can_carry_is_written_in_ascii() -> None:
+    response = send(service_of(saying("x")), "POST", "/generate", json={"inputs": "hi", "parameters": {"adapter_id": "日://x"}})
+    assert (response.status_code, response.headers["x-adapter-source"]) == (200, "%E6%97%A5")
 
 
 @pytest.mark.parametrize(
@@ -122,9 +162,13 @@ def test_a_long_prompt_is_tokenized_off_the_event_loop(monkeypatch: pytest.Monke
     threads = []
 
     class Spy:
-        def encode(self, text: str) -> Any:
+        def encode(self, text: str, **options: bool) -> Any:
             threads.append(threading.get_ident())
-            return HF.backend_tokenizer.encode(text)
+            return HF.backend_tokenizer.encode(text, **options)
+
+        def encode_batch(self, texts: list[str], **options: bool) -> Any:
+            threads.append(threading.get_ident())
+            return HF.backend_tokenizer.encode_batch(texts, **options)
 
     monkeypatch.setattr(tokenizer, "_backend", Spy())
     assert run(tokenizer.encode(text)) == HF.encode(text)

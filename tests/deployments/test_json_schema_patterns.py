@@ -94,7 +94,8 @@ def test_no_class_lets_a_quote_or_a_backslash_into_a_string(compiler: xgrammar.G
     [
         ("a(?=b)", "groups"), ("(?i)a", "groups"), ("(?i:a)", "groups"), (r"(a)\1", "groups"), ("(?>a)", "groups"), ("a*+", "++"),
         ("a^b", "ends"), ("(a$)b", "ends"), ("(^a)*", "ends"), (r"\bA", "ends"), (r"\n", "JSON escapes"), ('a"', "JSON escapes"),
-        (r"\ud800", "there is not"), ("[]a]", "alike"), ("a{,2}", "alike"), ("(", "no regular"), ("a{99999999999}", "no regular"),
+        (r"\ud800", "there is not"), ("[]a]", "alike"), ("[^]a]", "alike"), ("a{,2}", "alike"),
+        ("(", "no regular"), ("a{99999999999}", "no regular"),
     ],
 )  # fmt: skip
 def test_what_cannot_be_held_is_refused_by_name(pattern: str, says: str) -> None:
@@ -104,5 +105,6 @@ def test_what_cannot_be_held_is_refused_by_name(pattern: str, says: str) -> None
 
 
 def test_anchors_at_both_ends_change_nothing() -> None:
-    for pattern in ("^(ab|c)$", "^ab|c$", "(?:^ab|c)$"):
+    for pattern in ("^(ab|c)$", "^ab|c$", "(?:^ab|c)$", "^^(ab|c)$$", "^^ab|c$$"):
         assert string_pattern(pattern, "") == string_pattern("ab|c", "")
+    assert string_pattern("^^$$", "") == string_pattern("", "")

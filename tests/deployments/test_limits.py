@@ -14,6 +14,7 @@ from loray.deployments.error_shapes import MAX_ERRORS, MAX_NAME_CHARS
 from loray.deployments.errors import InvalidRequest
 from loray.deployments.http_app import make_app
 from loray.deployments.native_request import Body, ClassifyBatchBody, GenerateBody, parse
+from loray.deployments.prompt_texts import MAX_CHARS_A_TOKEN
 from loray.deployments.service import Service
 from loray.deployments.tokenizer import OFF_LOOP_CHARS, Tokenizer
 from tests.deployments.scripted_backend import BASE, HF, MAX_TOTAL_TOKENS, ScriptedBackend, post, run, saying, send, service_of
@@ -43,7 +44,65 @@ def test_a_body_that_is_too_large_is_refused_in_each_shape_and_not_read_to_its_e
     assert len(sent) < 10
     content = b" " * 5000 if has_length else chunks()
     compatible = send(service_of(saying("x"), **SMALL), "POST", "/v1/chat/completions", content=content)
+    assert send(service_of(saying("x"), **SMALL), "POST", "/", content=b" " * 5000).status_code == 413
     assert (compatible.status_code, compatible.json()["error"]["type"]) == (413, "invalid_request_error")
+
+
+@pytest.mark.parametrize("path", ["/generate", "/v1/completions"])
+def test_a_body_that_does_not_come_is_refused_and_leaves_its_place_to_others(path: str) -> None:
+    async def half() -> AsyncIterator[bytes]:
+        yield b'{"inputs": '
+        await asyncio.Event().wait()
+
+    async def scenario() -> list[httpx.Response]:
+        limits = {"max_concurrent_requests": 1, "body_timeout_s": 0.02}
+        async with client_of(service_of(saying("x"), limits=limits)) as client:
+            return [await client.post(path, content=half()), await client.post("/generate", json={"inputs": "hello"})]
+
+    refused, served = run(scenario())
+    error = refused.json()["error"]
+    reason = error["message"] if path.startswith("/v1") else error
+    assert (refused.status_code, refused.headers["connection"], served.status_code) == (408, "close", 200)
+    assert "the body was not whole after 0.02 s (limits.body_timeout_s" in reason
+
+
+@pytest.mark.parametrize("path", ["/generate", "/embed"])
+def test_the_time_that_a_body_takes_is_taken_off_the_deadline(path: str) -> None:
+    backend = ScriptedBackend([[1]], finish="length")
+    upload_s = 0.05
+
+    async def slow() -> AsyncIterator[bytes]:
+        yield b'{"inputs": '
+        await asyncio.sleep(upload_s)
+        yield b'"hello"}'
+
+    service = service_of(backend, limits={"request_timeout_s": 60})
+    assert send(service, "POST", path, content=slow(), headers={"Content-Type": "application/json"}).status_code == 200
+    assert backend.requests[-1].deadline_s <= 60 - upload_s
+
+
+def test_a_deadline_that_is_shorter_counts_for_the_body_too() -> None:
+    async def never() -> AsyncIterator[bytes]:
+        await asyncio.Event().wait()
+        yield b""
+
+    service = service_of(saying("x"), limits={"request_timeout_s": 0.02})
+    assert send(service, "POST", "/generate", content=never()).status_code == 408
+
+
+def test_what_is_refused_before_it_is_routed_is_counted_by_its_route() -> None:
+    service = service_of(saying("x"), limits={"max_body_bytes": 100}, **KEYS)
+    send(service, "POST", "/generate", json={"inputs": "hello"})
+    send(service, "POST", "/v1/completions", content=b" " * 200, headers={"Authorization": "Bearer sesame"})
+    send(service, "GET", "/v1/models/org/poet")
+    send(service, "GET", "/admin/adapters")
+    send(service, "GET", "/secret")
+    text = send(service, "GET", "/metrics", headers={"Authorization": "Bearer sesame"}).text
+    assert value(text, 'loray_requests_total{route="/generate",status="401"}') == 1
+    assert value(text, 'loray_requests_total{route="/v1/completions",status="413"}') == 1
+    assert value(text, 'loray_requests_total{route="/v1/models/{model_id:path}",status="401"}') == 1
+    assert value(text, 'loray_requests_total{route="/admin/adapters",status="401"}') == 1
+    assert value(text, 'loray_requests_total{route="unknown",status="401"}') == 1
 
 
 def test_a_body_within_the_limit_is_served() -> None:
@@ -62,13 +121,15 @@ def test_requests_beyond_the_limit_are_told_to_come_again_and_health_still_answe
             refused = [
                 await client.post("/generate", json=body),
                 await client.post("/v1/completions", json={"model": BASE, "prompt": "hi"}),
+                await client.post("/", json=body),
             ]
             others = [await client.get("/health"), await client.get("/metrics")]
             return [*refused, *others, *await asyncio.gather(*under_way), await client.post("/generate", json=body)]
 
-    native, compatible, *others = run(flood())
+    native, compatible, at_the_root, *others = run(flood())
     assert (native.status_code, native.json()["error_type"], native.headers["retry-after"]) == (429, "overloaded", "1")
     assert (compatible.status_code, compatible.json()["error"]["code"]) == (429, "rate_limit_exceeded")
+    assert at_the_root.status_code == 429
     assert [response.status_code for response in others] == [200] * 5
 
 
@@ -104,6 +165,19 @@ def test_a_page_of_an_allowed_origin_may_ask_and_read() -> None:
     assert send(service, "OPTIONS", "/generate", headers={**preflight, "Origin": "https://evil.example"}).status_code == 400
 
 
+@pytest.mark.parametrize("may", [True, False])
+def test_credentials_are_allowed_to_pages_where_the_config_says_so(may: bool) -> None:
+    cors = {"allow_origins": ["https://example.com"], "allow_credentials": may}
+    answer = send(service_of(saying("x"), cors=cors), "GET", "/info", headers={"Origin": "https://example.com"})
+    assert (answer.headers.get("access-control-allow-credentials") == "true") is may
+
+
+def test_a_page_may_read_that_there_was_a_bug() -> None:
+    service = service_of(ScriptedBackend([KeyError("secret")]), cors={"allow_origins": ["https://example.com"]})
+    answer = send(service, "POST", "/generate", json={"inputs": "hello"}, headers={"Origin": "https://example.com"})
+    assert (answer.status_code, answer.headers["access-control-allow-origin"]) == (500, "https://example.com")
+
+
 def test_without_origins_in_the_config_there_are_no_permissions() -> None:
     answer = send(service_of(saying("x")), "GET", "/info", headers={"Origin": "https://example.com"})
     assert "access-control-allow-origin" not in answer.headers
@@ -117,12 +191,22 @@ def test_a_bug_is_counted_as_a_failure_and_not_as_a_client_that_left() -> None:
     assert value(text, 'loray_failures_total{type="incomplete_generation"}') == 1
 
 
+def test_what_is_not_there_is_counted_as_a_failure() -> None:
+    service = service_of(saying("x"))
+    send(service, "GET", "/nope")
+    send(service, "GET", "/generate")
+    text = send(service, "GET", "/metrics").text
+    assert value(text, 'loray_failures_total{type="not_found"}') == 1
+    assert value(text, 'loray_failures_total{type="method_not_allowed"}') == 1
+
+
 def test_the_errors_of_every_route_are_described() -> None:
     described = send(service_of(saying("x")), "GET", "/openapi.json").json()["paths"]
-    expected = {"401", "403", "404", "405", "413", "422", "424", "429", "500", "503"}
+    expected = {"401", "403", "404", "405", "408", "413", "424", "429", "500", "503"}
     for path, methods in described.items():
+        mistake = "400" if path.startswith("/v1/") else "422"
         for method, operation in methods.items():
-            assert expected <= operation["responses"].keys(), f"{method} {path}"
+            assert expected | {mistake} <= operation["responses"].keys(), f"{method} {path}"
 
 
 MANY = 5000
@@ -163,7 +247,7 @@ def test_no_more_errors_are_told_than_can_be_read() -> None:
 
 
 def test_a_text_that_no_prompt_could_be_is_not_tokenized() -> None:
-    most = native.MAX_CHARS_A_TOKEN * MAX_TOTAL_TOKENS
+    most = MAX_CHARS_A_TOKEN * MAX_TOTAL_TOKENS
     assert post(saying("x"), "/tokenize", {"inputs": "a" * most}).status_code == 200
     refused = post(saying("x"), "/tokenize", {"inputs": "a" * (most + 1)})
     assert (refused.status_code, refused.json()["error_type"]) == (422, "validation")
@@ -179,9 +263,9 @@ def test_the_tokens_of_a_long_text_are_written_off_the_event_loop(monkeypatch: p
             return super().render(content)
 
     class Spans(Tokenizer):
-        def _spans(self, text: str, add_special_tokens: bool) -> Any:
+        def _encodings(self, *args: Any) -> Any:
             threads.append(threading.current_thread())
-            return super()._spans(text, add_special_tokens)
+            return super()._encodings(*args)
 
     monkeypatch.setattr(native, "JSONResponse", Noted)
     service = service_of(saying("x"))

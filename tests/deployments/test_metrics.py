@@ -6,10 +6,14 @@ import pytest
 
 from loray.deployments import adapter_metrics
 from loray.deployments.adapter_status import AdapterStatus, TierUse
+from loray.deployments.config import ServerArgs
 from loray.deployments.errors import AdapterNotFound, Overloaded
+from loray.deployments.metrics import Metrics
 from loray.deployments.request import GenerationRequest, TokenEvent
 from loray.deployments.service import Service
-from tests.deployments.scripted_backend import ScriptedBackend, saying, send, service_of, status_of
+from loray.deployments.tokenizer import Tokenizer
+from tests.deployments.rank_in_process import RankInProcess, start_engine
+from tests.deployments.scripted_backend import FACTS, HF, MAX_TOTAL_TOKENS, ScriptedBackend, saying, send, service_of, status_of
 
 
 def value(text: str, series: str) -> float:
@@ -69,15 +73,37 @@ def test_unknown_paths_share_one_label() -> None:
     assert "/scan" not in text
 
 
-def test_the_drivers_numbers_are_gauges() -> None:
+def test_each_driver_replica_has_series_of_its_own() -> None:
     text = send(service_of(saying("x")), "GET", "/metrics").text
-    assert value(text, "loray_driver_running") == 3
-    assert value(text, "loray_driver_kv_blocks_total") == 1456
+    assert [value(text, f'loray_driver_running{{replica="{replica}"}}') for replica in ("d1", "d2")] == [3, 1]
+    assert [value(text, f'loray_driver_steps_total{{replica="{replica}"}}') for replica in ("d1", "d2")] == [12, 5]
+
+
+def test_what_a_driver_counts_is_a_counter_and_what_it_has_is_a_gauge() -> None:
+    engine = start_engine(RankInProcess())
+    kinds = {name: "counter" if name.endswith("_total") else "gauge" for name in engine.stats()}
+    text = Metrics().text({"d": engine.stats()}).decode()
+    assert dict(re.findall(r"^# TYPE loray_driver_(\S+) (\S+)$", text, re.MULTILINE)) == kinds
+    names = ("running", "kv_blocks", "kv_blocks_used", "adapter_pages", "adapter_host_bytes", "steps_total", "preemptions_total")
+    assert [kinds[name] for name in names] == ["gauge"] * 5 + ["counter"] * 2
+
+
+def test_what_an_ingress_replica_counts_carries_its_name_and_what_it_was_told_does_not() -> None:
+    backend = saying(" world")
+    backend.statuses = {"replica": [status_of("pirate", "gpu")]}
+    service = Service(ServerArgs(), Tokenizer(HF), backend, MAX_TOTAL_TOKENS, FACTS, replica="i1")
+    generate(service, "pirate")
+    text = send(service, "GET", "/metrics").text
+    assert value(text, 'loray_requests_total{replica="i1",route="/generate",status="200"}') == 1
+    assert value(text, 'loray_adapter_requests_total{adapter="pirate",outcome="eos_token",replica="i1"}') == 1
+    assert value(text, 'loray_generation_seconds_count{adapter="adapter",replica="i1"}') == 1
+    assert value(text, 'loray_adapters{state="gpu"}') == 1
+    assert value(text, 'loray_driver_running{replica="d1"}') == 3
 
 
 def test_metrics_are_readable_while_the_driver_is_down() -> None:
     class Down(ScriptedBackend):
-        async def stats(self) -> dict[str, float]:
+        async def stats(self) -> dict[str, dict[str, float]]:
             raise ConnectionError("no driver")
 
     response = send(service_of(Down([])), "GET", "/metrics")
@@ -87,7 +113,9 @@ def test_metrics_are_readable_while_the_driver_is_down() -> None:
 def test_json_has_the_same_numbers() -> None:
     response = send(service_of(saying("x")), "GET", "/metrics", headers={"Accept": "application/json"})
     (running,) = [family for family in response.json() if family["name"] == "loray_driver_running"]
-    assert running["samples"] == [{"name": "loray_driver_running", "labels": {}, "value": 3}]
+    assert running["samples"][0] == {"name": "loray_driver_running", "labels": {"replica": "d1"}, "value": 3}
+    (steps,) = [family for family in response.json() if family["name"] == "loray_driver_steps"]
+    assert (steps["type"], steps["samples"][1]["name"], steps["samples"][1]["value"]) == ("counter", "loray_driver_steps_total", 5)
 
 
 def generate(service: Service, adapter_id: str, **parameters: str) -> None:

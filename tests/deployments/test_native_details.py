@@ -47,6 +47,13 @@ def test_the_prompts_tokens_are_told_with_their_logprobs(parameters: dict[str, A
     assert all(token.keys() == {"id", "text", "logprob"} for token in prefill)
 
 
+def test_no_alternatives_to_the_prompt_are_asked_for_since_none_are_told() -> None:
+    backend = saying("x")
+    details_of(backend, decoder_input_details=True, return_k_alternatives=3)
+    sampling = backend.requests[0].sampling
+    assert (sampling.num_alternatives, sampling.num_prompt_alternatives) == (3, 0)
+
+
 def test_a_prompt_of_one_token_has_no_logprob() -> None:
     details = details_of(saying("x"), decoder_input_details=True, truncate=1)
     assert [token["logprob"] for token in details["prefill"]] == [None]

@@ -260,6 +260,14 @@ def test_tools_and_formats_that_can_not_be_are_refused_by_name(fields: dict[str,
     assert (response.status_code, response.json()["error"]["param"], backend.requests) == (400, param, []), response.text
 
 
+def test_a_bad_schema_among_tools_is_refused_with_the_name_of_its_own() -> None:
+    bad = {"type": "function", "function": {"name": "guess", "parameters": {"properties": {"a": {"not": {}}}}}}
+    error = chat(saying("x"), tools=[WEATHER, bad]).json()["error"]
+    assert (error["code"], error["param"]) == ("tool_error", "tools") and error["message"].startswith("tools: guess: properties/a: not ")
+    wanted = {"type": "json_schema", "json_schema": {"name": "x", "schema": {"uniqueItems": True}}}
+    assert "response_format: uniqueItems" in chat(saying("x"), tools=[WEATHER], response_format=wanted).json()["error"]["message"]
+
+
 @pytest.mark.parametrize("value", ['{"a": "\\ud800"}', '{"a": NaN}', '{"minimum": 1e999}'])
 def test_a_schema_that_json_can_not_write_is_refused(value: str) -> None:
     tool = f'{{"type": "function", "function": {{"name": "f", "parameters": {value}}}}}'

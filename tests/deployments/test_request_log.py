@@ -24,11 +24,31 @@ def test_an_answer_has_the_id_that_the_caller_gave(path: str) -> None:
     assert response.headers.get_list("x-request-id") == ["call-7"]
 
 
-@pytest.mark.parametrize("sent", [None, "", "two words", "x" * 129, "grüße".encode()])
-def test_an_id_is_made_where_there_is_none_that_can_be_used(sent: Any) -> None:
-    headers = {} if sent is None else {"X-Request-Id": sent}
+@pytest.mark.parametrize("headers", [{}, {"X-Request-Id": ""}])
+def test_an_id_is_made_where_there_is_none(headers: dict[str, str]) -> None:
     made = [send(service_of(saying("x")), "GET", "/info", headers=headers).headers["x-request-id"] for _ in range(2)]
     assert len(set(made)) == 2 and all(len(one) == 32 for one in made)
+
+
+@pytest.mark.parametrize(
+    ("sent", "told", "begins"),
+    [
+        (b"two words", 'id="two words"', "two%20words-"),
+        (b'"odd" id=x', r'id="\"odd\" id=x"', '"odd"%20id=x-'),
+        (b"gr\xc3\xbc\xdf", r'id="gr\u00c3\u00bc\u00df"', "gr%C3%BC%DF-"),
+        (b"x" * 129, f'id="{"x" * 129}"', "x" * 128 + "-"),
+    ],
+    ids=["words", "quotes", "bytes", "long"],
+)
+def test_an_odd_id_comes_back_as_it_was_sent_and_both_logs_have_it(
+    caplog: pytest.LogCaptureFixture, sent: bytes, told: str, begins: str
+) -> None:
+    backend = saying("x")
+    with caplog.at_level(logging.INFO, "ray.serve.loray"):
+        response = send(service_of(backend), "POST", "/generate", json={"inputs": "hi"}, headers={"X-Request-Id": sent})
+    assert [value for name, value in response.headers.raw if name.lower() == b"x-request-id"] == [sent]
+    assert f"request {told} route=/generate" in caplog.text
+    assert backend.requests[-1].request_id.startswith(begins)
 
 
 def test_a_bug_and_a_refusal_have_the_id_too() -> None:
@@ -134,6 +154,37 @@ def test_spans_tell_queue_prefill_and_decode_under_the_callers_trace(monkeypatch
     for span in parts:
         assert span.parent.span_id == request.context.span_id
         assert request.start_time <= span.start_time <= span.end_time <= request.end_time
+
+
+def spans_of(monkeypatch: pytest.MonkeyPatch, *requests: tuple[str, str]) -> list[Any]:
+    exporter = InMemorySpanExporter()
+    traces = Tracing(exporter, TracingArgs())
+    monkeypatch.setattr(http_app, "make_tracing", lambda args: traces)
+    for method, path in requests:
+        send(service_of(saying("x")), method, path)
+    traces.close()
+    return list(exporter.get_finished_spans())
+
+
+def test_a_refusal_is_an_error_in_its_span(monkeypatch: pytest.MonkeyPatch) -> None:
+    refused, served = spans_of(monkeypatch, ("POST", "/generate"), ("GET", "/info"))
+    assert (refused.name, refused.attributes["error.type"]) == ("/generate", "validation")
+    assert "error.type" not in served.attributes
+
+
+def test_probes_are_not_traced(monkeypatch: pytest.MonkeyPatch) -> None:
+    probes = [("GET", "/health"), ("HEAD", "/ping"), ("GET", "/"), ("GET", "/metrics"), ("POST", "/")]
+    assert [span.name for span in spans_of(monkeypatch, *probes)] == ["/"]
+
+
+def test_a_bug_is_told_on_a_line_that_nobody_else_can_write(caplog: pytest.LogCaptureFixture) -> None:
+    class Broken(ScriptedBackend):
+        async def adapters(self) -> list[str]:
+            raise KeyError("secret")
+
+    send(service_of(Broken([])), "GET", "/v1/models/x%0Dforged", headers={"X-Request-Id": "call-7"})
+    (line,) = [record.getMessage() for record in caplog.records if record.levelno == logging.ERROR]
+    assert line == r'failed id=call-7 method=GET path="/v1/models/x\rforged"'
 
 
 def test_the_missing_extra_is_named(monkeypatch: pytest.MonkeyPatch) -> None:

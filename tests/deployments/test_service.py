@@ -4,19 +4,22 @@ import asyncio
 import time
 from typing import Any
 
+import openai
 import pytest
 
 from loray.deployments.config import ServerArgs
 from loray.deployments.errors import DeadlineExceeded, InvalidRequest
 from loray.deployments.generation import Timing
 from loray.deployments.grammars import GrammarSpec
+from loray.deployments.http_app import make_app
 from loray.deployments.native import NativeApi
 from loray.deployments.native_request import EmbedBody, GenerateBody
 from loray.deployments.request import AdapterRef
 from loray.deployments.service import FieldNames, Service, Wanted
 from loray.deployments.tokenizer import Tokenizer
 from loray.models.step import Sampling
-from tests.deployments.scripted_backend import HF, MAX_TOTAL_TOKENS, ScriptedBackend, post, run, saying, send, service_of
+from tests.deployments.live_server import live
+from tests.deployments.scripted_backend import BASE, HF, MAX_TOTAL_TOKENS, ScriptedBackend, post, run, saying, send, service_of
 
 NAMES = FieldNames(prompt="prompt", max_new_tokens="max_tokens")
 VOCAB_SIZE = 100
@@ -111,3 +114,13 @@ def test_a_deadline_that_passed_is_told(path: str, error_type: str) -> None:
     response = post(ScriptedBackend([DeadlineExceeded("not done after 2.5 s")]), path, {"inputs": "hello"})
     assert (response.status_code, response.json()["error_type"]) == (500, error_type)
     assert "not done after 2.5 s" in response.json()["error"]
+
+
+def test_openais_client_does_not_start_what_ran_out_of_time_again() -> None:
+    backend = ScriptedBackend([DeadlineExceeded("not done")])
+    with live(make_app(service_of(backend))) as url, openai.OpenAI(base_url=f"{url}/v1", api_key="none") as client:
+        with pytest.raises(openai.InternalServerError):
+            client.completions.create(model=BASE, prompt="hi")
+        with pytest.raises(openai.InternalServerError):
+            client.embeddings.create(model=BASE, input="hi")
+    assert len(backend.requests) == 2

@@ -7,11 +7,12 @@ from typing import Any
 import httpx
 import pytest
 
+from loray.deployments.error_shapes import native_body
 from loray.deployments.errors import Incomplete, Overloaded
 from loray.deployments.http_app import make_app
-from loray.deployments.sse import KEEP_ALIVE
+from loray.deployments.sse import KEEP_ALIVE, Batches, event_stream
 from tests.deployments.live_server import eventually, live
-from tests.deployments.scripted_backend import BASE, ScriptedBackend, saying, send, service_of
+from tests.deployments.scripted_backend import BASE, ScriptedBackend, run, saying, send, service_of
 
 IMPATIENT = {"limits": {"keep_alive_s": 0.02}}
 STREAMS = [("/generate_stream", {"inputs": "hi"}), ("/v1/completions", {"model": BASE, "prompt": "hi", "stream": True})]
@@ -45,6 +46,23 @@ def test_a_stream_that_waits_long_for_its_first_token_starts_with_a_comment() ->
         assert (response.status_code, next(chunks)) == (200, KEEP_ALIVE)
         released.set()
         assert "generated_text" in b"".join(chunks).decode()
+
+
+def test_that_comment_waits_for_nothing_more() -> None:
+    """Neither for the first token, which never comes here, nor for another silence: nobody sends these bytes."""
+
+    async def never() -> Batches:
+        await asyncio.Event().wait()
+        yield []
+
+    async def first_bytes() -> Any:
+        stream = await event_stream(never(), dict, native_body, keep_alive_s=0.02)
+        try:
+            return await asyncio.wait_for(anext(stream.body_iterator), 5)  # type: ignore[call-overload]
+        finally:
+            await stream._content.aclose()
+
+    assert run(first_bytes()) == KEEP_ALIVE
 
 
 def test_an_error_before_the_first_token_has_a_status_and_a_late_one_is_an_event() -> None:

@@ -101,6 +101,14 @@ def test_tools_have_a_system_message_of_their_own_where_there_is_none() -> None:
     assert described([hello], []) == [hello]
 
 
+def test_the_first_message_of_a_user_tells_of_tools_where_a_template_takes_no_system_message() -> None:
+    messages = [{"role": role, "content": text} for role, text in (("user", "hello"), ("assistant", "yes?"), ("user", "the weather"))]
+    first, *others = described(messages, [WEATHER], has_system=False)
+    assert others == messages[1:] and first["role"] == "user" and first["content"].endswith("</tool_call>\n\nhello")
+    assert json.dumps(WEATHER) in first["content"]
+    assert [message["role"] for message in described(messages[1:], [WEATHER], has_system=False)] == ["user", "assistant", "user"]
+
+
 @pytest.mark.parametrize(
     ("template", "is_spoken"),
     [

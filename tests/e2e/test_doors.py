@@ -1,6 +1,7 @@
 """HTTP and Python handles against a running application: real sockets, real clients, real ranks."""
 
 import json
+import re
 import shutil
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -12,6 +13,7 @@ import openai
 import pytest
 from ray import serve
 
+from loray.deployments.config import BLOCK_SIZE
 from loray.deployments.errors import AdapterNotFound, InvalidRequest
 from tests.e2e.conftest import App
 from tests.e2e.oracle import Oracle
@@ -165,7 +167,7 @@ def test_blocks_are_free_again_when_the_client_leaves(app: App) -> None:
     with pytest.raises(httpx.TimeoutException):
         httpx.post(app.url + "/generate", json=long, timeout=0.1)
     app.wait_until_idle()
-    assert "loray_driver_kv_blocks_used 0.0" in httpx.get(app.url + "/metrics").text
+    assert re.search(r"^loray_driver_kv_blocks_used\{replica=\"\w+\"\} 0\.0$", httpx.get(app.url + "/metrics").text, re.MULTILINE)
 
 
 def test_a_stop_string_ends_the_request_in_the_engine_too(app: App) -> None:
@@ -182,4 +184,5 @@ def test_health_info_and_metrics_answer(app: App) -> None:
         assert httpx.get(app.url + path).status_code == 200
     info = httpx.get(app.url + "/info").json()
     assert info["max_total_tokens"] == 2048 and info["model_dtype"] == "float32" and info["attention"]
-    assert "loray_driver_kv_blocks_total" in httpx.get(app.url + "/metrics").text
+    assert info["max_batch_total_tokens"] == info["kv_blocks"] * BLOCK_SIZE
+    assert re.search(r"^loray_driver_kv_blocks\{replica=\"\w+\"\} \d", httpx.get(app.url + "/metrics").text, re.MULTILINE)

@@ -4,7 +4,6 @@ import json
 import zlib
 from pathlib import Path
 
-from loray.models.grammar_vocabulary import grammar_vocabulary
 from loray.models.parallel import Parallel
 from loray.models.step import Sampling
 from tests.models.conductor import Conductor, Output, Request, prompt_of
@@ -28,12 +27,11 @@ def save_model(folder: Path) -> Path:
 def grammar(folder: Path, *, regex: str = "", schema: object = None, ebnf: str = "") -> bytes:
     import xgrammar
 
-    compiler = xgrammar.GrammarCompiler(grammar_vocabulary(folder), max_threads=1)
     if ebnf:
-        compiled = compiler.compile_grammar(ebnf)
+        rules = xgrammar.Grammar.from_ebnf(ebnf)
     else:
-        compiled = compiler.compile_regex(regex) if regex else compiler.compile_json_schema(json.dumps(schema), any_whitespace=False)
-    return zlib.compress(compiled.serialize_json().encode())
+        rules = xgrammar.Grammar.from_regex(regex) if regex else xgrammar.Grammar.from_json_schema(json.dumps(schema), any_whitespace=False)
+    return zlib.compress(rules.serialize_json().encode())
 
 
 def mixed_requests(folder: Path) -> list[Request]:

@@ -14,7 +14,7 @@ from transformers import AutoTokenizer, PreTrainedTokenizerFast
 from loray.models import grammar_masks as module
 from loray.models.grammar_masks import GrammarMasks
 from loray.models.grammar_vocabulary import grammar_vocabulary
-from loray.models.step import RowFailure, Sampling
+from loray.models.step import RowFailure, Sampling, grammar_key
 from tests.models.conductor import Conductor, Output, Request, prompt_of
 from tests.models.rank_threads import ThreadGroup
 from tests.models.sampling_jobs import EOS_ID, VOCAB_SIZE, grammar, mixed_requests, play_mixed, play_unequally, save_model
@@ -145,36 +145,29 @@ def test_logits_beyond_the_vocabulary_are_impossible_too(folder: Path) -> None:
     assert scores[0].isfinite().all() and scores[1].isfinite().sum() == 2
 
 
-@pytest.mark.parametrize(("limit", "value", "num_read"), [("MAX_COMPILED", 2, 4), ("MAX_COMPILED_BYTES", 1, 6)])
-def test_the_last_used_grammars_are_kept_up_to_a_bound(
-    folder: Path, monkeypatch: pytest.MonkeyPatch, limit: str, value: int, num_read: int
-) -> None:
-    num_reads = 0
-    deserialize = xgrammar.CompiledGrammar.deserialize_json
+def test_a_prepared_grammar_is_compiled_once_until_it_is_dropped(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    compile_grammar, compiled = xgrammar.GrammarCompiler.compile_grammar, []
 
-    def counted(*args: Any) -> xgrammar.CompiledGrammar:
-        nonlocal num_reads
-        num_reads += 1
-        return deserialize(*args)
+    def counted(compiler: xgrammar.GrammarCompiler, rules: Any) -> xgrammar.CompiledGrammar:
+        compiled.append(rules)
+        return compile_grammar(compiler, rules)
 
-    monkeypatch.setattr(xgrammar.CompiledGrammar, "deserialize_json", counted)
-    masks = GrammarMasks(folder)
-    a, b, c = (grammar(folder, regex=char) for char in "abc")
-    for one in (a, b, c, c, b, b):
-        masks.admit(0, one, [])
-    assert num_reads == 3, "all fit"
-    monkeypatch.setattr(module, limit, value)
-    masks, num_reads = GrammarMasks(folder), 0
-    for one in (a, b, a, c, a, b):
-        masks.admit(0, one, [])
-    assert num_reads == num_read and not masks.failures
+    monkeypatch.setattr(xgrammar.GrammarCompiler, "compile_grammar", counted)
+    masks, rules = GrammarMasks(folder), grammar(folder, regex="[ab]")
+    assert masks.compiled.prepare(rules) > 0
+    masks.admit(0, rules, [])
+    masks.admit(1, rules, [])
+    assert len(compiled) == 1 and 0 in masks and 1 in masks
+    masks.compiled.drop(grammar_key(rules))
+    masks.admit(2, rules, [])
+    assert len(compiled) == 2 and 2 in masks, "what nobody has prepared is compiled where it is needed"
 
 
-def test_the_time_to_read_a_grammar_is_its_own(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_time_to_compile_a_grammar_is_nobodys_fault(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module, "SAVED_S", 0.0)
     masks = GrammarMasks(folder)
     masks.admit(0, grammar(folder, regex="[ab]"), [])
-    assert "takes too long" in masks.failures[0].reason and masks.failures[0].is_callers
+    assert 0 in masks and not masks.failures
 
 
 def test_special_tokens_are_no_text_for_a_grammar(folder: Path) -> None:

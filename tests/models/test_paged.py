@@ -9,6 +9,7 @@ import torch
 from loray.models import runner as runner_module
 from loray.models.decode_inputs import DecodeInputs
 from loray.models.layout import lay_out
+from loray.models.slot_sampling import Drawn, Sampled, SlotSampling
 from loray.models.step import Admission, Row, Sampling, Step
 from tests.models.conductor import Conductor, Request, prompt_of
 from tests.models.families import FAMILIES, save_family
@@ -127,11 +128,44 @@ def pipelined(conductor: Conductor, requests: list[Request], num_new: int) -> li
 
 def test_results_may_be_fetched_a_step_late_also_where_grammars_need_them_before(tmp_path: Path) -> None:
     folder = save_model(tmp_path / "model")
-    digits = Sampling(temperature=1.0, seed=3, grammar=grammar(folder, regex="[0-9]{12}"))
-    for samplings in ([Sampling(), Sampling(temperature=0.9, seed=1)], [Sampling(), digits]):
+    turns = Sampling(temperature=1.0, seed=3, grammar=grammar(folder, regex="(ab){6}"))  # what is allowed changes with each token
+    for samplings in ([Sampling(), Sampling(temperature=0.9, seed=1)], [Sampling(), turns]):
         requests = [Request(prompt_of(9, seed=i), [], sampling) for i, sampling in enumerate(samplings)]
         expected = [output.token_ids for output in Conductor(folder).play(requests)]
         assert pipelined(Conductor(folder), requests, num_new=8) == expected
+
+
+def test_a_grammar_makes_only_the_steps_of_its_own_slot_wait(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    folder = save_model(tmp_path / "model")
+    conductor = Conductor(folder)
+    fetched: list[list[int]] = []
+    fetch = SlotSampling.fetch
+
+    def fetch_and_note(sampling: SlotSampling, drawn: Drawn) -> Sampled:
+        fetched.append(drawn.slots)
+        return fetch(sampling, drawn)
+
+    monkeypatch.setattr(SlotSampling, "fetch", fetch_and_note)
+    samplings = [Sampling(), Sampling(grammar=grammar(folder, regex="[ab]*"))]
+    admissions = [Admission(slot, [5, 6], [], 0, [], sampling) for slot, sampling in enumerate(samplings)]
+    for slot in (0, 1):
+        conductor.step([Row(slot, 2, conductor.blocks(slot, 0, 2), True)], [admissions[slot]])
+    last, has_waited = None, []
+    for step_id, slots in enumerate(([0], [0], [0, 1], [0, 1], [0], [0]), start=10):
+        fetched.clear()
+        launched = conductor.runner.launch(Step(step_id, [], [], [Row(slot, 1, [], True) for slot in slots]))
+        has_waited.append(bool(fetched))
+        if last:
+            last.result()
+        last = launched
+    assert has_waited == [False, False, False, True, False, False]
+
+
+def test_a_matcher_goes_when_its_text_is_whole(tmp_path: Path) -> None:
+    folder = save_model(tmp_path / "model")
+    conductor = Conductor(folder)
+    conductor.play([Request(prompt_of(5), sampling=Sampling(grammar=grammar(folder, regex="[ab]")), num_new=2)])
+    assert 0 not in conductor.runner.grammars
 
 
 def test_a_slot_that_is_admitted_anew_with_a_grammar_owes_nothing_to_the_step_before(tmp_path: Path) -> None:

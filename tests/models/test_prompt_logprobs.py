@@ -5,14 +5,14 @@ from pathlib import Path
 import pytest
 import torch
 
-from loray.models.step import Admission, Row, Sampling
+from loray.models.step import Admission, Alternatives, Row, Sampling
 from tests.models.conductor import Conductor, Output, Request, prompt_of
 from tests.models.peft_items import items_of, save_item
 from tests.models.test_causal_lm import HostedConductor
 from tests.models.tiny_llama import oracle
 
 TOLERANCE = 1e-4
-DRAWN = Sampling(temperature=1.3, top_k=40, seed=3, repetition_penalty=1.2, num_alternatives=4)
+DRAWN = Sampling(temperature=1.3, top_k=40, seed=3, repetition_penalty=1.2, num_alternatives=4, num_prompt_alternatives=3)
 
 
 def requests(pages: list[int] | None = None) -> list[Request]:
@@ -33,14 +33,19 @@ def check(model: torch.nn.Module, request: Request, output: Output) -> None:
     assert output.logprobs == pytest.approx(of_each[num_prompt - 1 :].tolist(), abs=TOLERANCE)
     wanted = of_each[: num_prompt - 1].tolist() if request.wants_prompt_logprobs else []
     assert output.prompt_logprobs == pytest.approx(wanted, abs=TOLERANCE)
-    if request.sampling.num_alternatives:
-        assert len(output.prompt_alternatives) == num_prompt - 1 and len(output.alternatives) == len(output.token_ids)
-        for place, alternatives in enumerate(output.prompt_alternatives + output.alternatives):
-            top = expected[place].topk(request.sampling.num_alternatives)
-            assert [token_id for token_id, _ in alternatives] == top.indices.tolist()
-            assert [logprob for _, logprob in alternatives] == pytest.approx(top.values.tolist(), abs=TOLERANCE)
-    else:
-        assert not output.prompt_alternatives and not output.alternatives
+    sampling = request.sampling
+    assert len(output.prompt_alternatives) == (num_prompt - 1 if sampling.num_prompt_alternatives else 0)
+    assert len(output.alternatives) == (len(output.token_ids) if sampling.num_alternatives else 0)
+    check_alternatives(expected, output.prompt_alternatives, sampling.num_prompt_alternatives)
+    check_alternatives(expected[num_prompt - 1 :], output.alternatives, sampling.num_alternatives)
+
+
+def check_alternatives(expected: torch.Tensor, found: list[Alternatives], num: int) -> None:
+    """expected: [num_places or more, vocab_size] log-probabilities."""
+    for logprobs, alternatives in zip(expected, found, strict=False):
+        top = logprobs.topk(num)
+        assert [token_id for token_id, _ in alternatives] == top.indices.tolist()
+        assert [logprob for _, logprob in alternatives] == pytest.approx(top.values.tolist(), abs=TOLERANCE)
 
 
 @pytest.mark.parametrize("chunk", [10_000, 6, 1])

@@ -20,6 +20,7 @@ from transformers import (
 
 from loray.kernels.greedy import LOWEST_LOGPROB
 from loray.models.grammar_masks import GrammarMasks
+from loray.models.sampler import LOWEST_TEMPERATURE
 from loray.models.slot_sampling import Sampled, SlotSampling
 from loray.models.step import Admission, Sampling
 
@@ -61,6 +62,17 @@ def test_the_repetition_penalty_is_transformers_over_prompt_and_output(penalty: 
     logits, prompt, output = logits_of(1)[0], [1, 2, 3, 3, 59], [4, 4, 2]
     expected = RepetitionPenaltyLogitsProcessor(penalty)(torch.tensor([prompt + output]), logits[None])[0]
     torch.testing.assert_close(shaped(logits, prompt, output, repetition_penalty=penalty), expected)
+
+
+@pytest.mark.parametrize(
+    "settings", [{"repetition_penalty": value} for value in (1e39, 3e38, 1e36, 1e-38, 1e-320)] + [{"presence_penalty": 1e39}]
+)
+def test_however_large_a_penalty_scores_stay_numbers_at_any_temperature(settings: dict[str, float]) -> None:
+    logits = logits_of(1)[0]
+    logits[3], logits[4], logits[5] = 0.0, -9.0, float("-inf")
+    found = shaped(logits, [1, 3, 4, 5], [3, 4, 6], **settings)
+    assert found[5] == float("-inf") and (found / LOWEST_TEMPERATURE)[found != found[5]].isfinite().all()
+    assert found.isneginf().sum() == 1 and not found.isnan().any()
 
 
 @pytest.mark.parametrize(("frequency", "presence"), [(0.5, 0.0), (0.0, 1.5), (-2.0, 2.0)])
