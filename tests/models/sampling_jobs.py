@@ -24,7 +24,7 @@ def save_model(folder: Path) -> Path:
     return save_tiny_tokenizer(folder)
 
 
-def grammar(folder: Path, *, regex: str = "", schema: object = None, ebnf: str = "") -> bytes:
+def grammar(*, regex: str = "", schema: object = None, ebnf: str = "") -> bytes:
     import xgrammar
 
     if ebnf:
@@ -34,11 +34,11 @@ def grammar(folder: Path, *, regex: str = "", schema: object = None, ebnf: str =
     return zlib.compress(rules.serialize_json().encode())
 
 
-def mixed_requests(folder: Path) -> list[Request]:
+def mixed_requests() -> list[Request]:
     patterns = ["[0-9]{3}", "(yes|no)", "x[a-c]*y", ""]
     requests = []
     for i, pattern in enumerate(patterns):
-        allowed = grammar(folder, regex=pattern) if pattern else grammar(folder, schema=SCHEMA)
+        allowed = grammar(regex=pattern) if pattern else grammar(schema=SCHEMA)
         sampling = Sampling(temperature=1.0, seed=i, grammar=allowed, num_alternatives=i, repetition_penalty=1.1)
         requests.append(Request(prompt_of(9 + i, i, VOCAB_SIZE), sampling=sampling, num_new=24, wants_prompt_logprobs=i % 2 == 0))
     drawn = Sampling(temperature=0.8, top_k=50, seed=9, frequency_penalty=0.5, logit_bias={5: 2.0}, watermark=True)
@@ -48,11 +48,11 @@ def mixed_requests(folder: Path) -> list[Request]:
 
 
 def play_mixed(parallel: Parallel, folder: Path) -> list[Output]:
-    return Conductor(folder, parallel).play(mixed_requests(folder), chunk=7, stagger=1)
+    return Conductor(folder, parallel).play(mixed_requests(), chunk=7, stagger=1)
 
 
 def play_unequally(parallel: Parallel, folder: Path) -> Output:
     """The last rank is given something else than a grammar."""
     is_last = parallel.rank == parallel.world_size - 1
-    allowed = b"nothing" if is_last else grammar(folder, regex="[0-9]{3}")
+    allowed = b"nothing" if is_last else grammar(regex="[0-9]{3}")
     return Conductor(folder, parallel).play([Request([1, 2], sampling=Sampling(grammar=allowed), num_new=2)])[0]

@@ -41,7 +41,7 @@ def conductor(folder: Path) -> Conductor:
 
 @pytest.fixture(scope="module")
 def together(folder: Path, conductor: Conductor) -> list[Output]:
-    return conductor.play(mixed_requests(folder), chunk=7, stagger=1)
+    return conductor.play(mixed_requests(), chunk=7, stagger=1)
 
 
 def until_eos(token_ids: list[int]) -> list[int]:
@@ -59,7 +59,7 @@ def test_several_grammars_at_once_are_all_followed(together: list[Output], token
 
 
 def test_a_request_with_a_grammar_gets_alone_what_it_gets_among_others(folder: Path, conductor: Conductor, together: list[Output]) -> None:
-    for request, expected in zip(mixed_requests(folder), together, strict=True):
+    for request, expected in zip(mixed_requests(), together, strict=True):
         (alone,) = conductor.play([request])
         if request.sampling.grammar:  # beyond its end a row draws what nobody reads
             assert until_eos(alone.token_ids) == until_eos(expected.token_ids)
@@ -77,7 +77,7 @@ def test_two_ranks_give_what_one_gives(folder: Path, together: list[Output]) -> 
 
 
 def test_a_hosted_model_gives_what_ours_gives(folder: Path, together: list[Output]) -> None:
-    outputs = HostedConductor(folder).play(mixed_requests(folder), chunk=7, stagger=1)
+    outputs = HostedConductor(folder).play(mixed_requests(), chunk=7, stagger=1)
     for found, expected in zip(outputs, together, strict=True):
         assert until_eos(found.token_ids) == until_eos(expected.token_ids)
         assert found.prompt_logprobs == pytest.approx(expected.prompt_logprobs, abs=2e-4)
@@ -85,7 +85,7 @@ def test_a_hosted_model_gives_what_ours_gives(folder: Path, together: list[Outpu
 
 
 def test_a_recomputed_request_goes_on_within_its_grammar(folder: Path, conductor: Conductor, together: list[Output]) -> None:
-    request, whole = mixed_requests(folder)[3], until_eos(together[3].token_ids)
+    request, whole = mixed_requests()[3], until_eos(together[3].token_ids)
     for num_done in (1, len(whole) // 2):
         (rest,) = conductor.play([Request(request.prompt, [], request.sampling, 24 - num_done, whole[:num_done])])
         assert whole[:num_done] + until_eos(rest.token_ids) == whole
@@ -95,7 +95,7 @@ def test_a_recomputed_request_goes_on_within_its_grammar(folder: Path, conductor
 def test_a_grammar_that_cannot_be_read_fails_its_own_request_alone(
     folder: Path, conductor: Conductor, together: list[Output], broken: bytes
 ) -> None:
-    good = mixed_requests(folder)[:2]
+    good = mixed_requests()[:2]
     bad = Request(prompt_of(9, 0, VOCAB_SIZE), sampling=Sampling(grammar=broken), num_new=24)
     outputs = conductor.play([bad, *good], chunk=7)
     assert outputs[0].failures and all(failure.is_callers for failure in outputs[0].failures)
@@ -107,16 +107,16 @@ def test_a_grammar_that_cannot_be_read_fails_its_own_request_alone(
 def test_an_ambiguous_grammar_fails_its_own_request_alone_before_others_wait_long(
     folder: Path, conductor: Conductor, together: list[Output]
 ) -> None:
-    sampling = Sampling(temperature=1.0, grammar=grammar(folder, ebnf=AMBIGUOUS), min_new_tokens=100, stop_ids=[EOS_ID])
+    sampling = Sampling(temperature=1.0, grammar=grammar(ebnf=AMBIGUOUS), min_new_tokens=100, stop_ids=[EOS_ID])
     slow = Request(prompt_of(9, 0, VOCAB_SIZE), sampling=sampling, num_new=100)
-    outputs = conductor.play([*mixed_requests(folder)[:2], slow])
+    outputs = conductor.play([*mixed_requests()[:2], slow])
     assert any("takes too long" in failure.reason and failure.is_callers for failure in outputs[2].failures)
     for found, expected in zip(outputs[:2], together, strict=False):
         assert until_eos(found.token_ids) == until_eos(expected.token_ids) and not found.failures
 
 
 def test_output_that_the_grammar_refuses_fails_the_request(folder: Path, conductor: Conductor) -> None:
-    sampling = Sampling(grammar=grammar(folder, regex="[0-9]{3}"))
+    sampling = Sampling(grammar=grammar(regex="[0-9]{3}"))
     bad = Request(prompt_of(9, 0, VOCAB_SIZE), sampling=sampling, num_new=2, output=[EOS_ID])
     (output,) = conductor.play([bad])
     assert output.failures == {RowFailure(f"the grammar does not allow token {EOS_ID} where it was generated")}
@@ -128,7 +128,7 @@ def test_a_text_that_is_whole_may_end_before_min_new_tokens_but_no_sooner_than_i
     folder: Path, conductor: Conductor, tokenizer: PreTrainedTokenizerFast
 ) -> None:
     def text(pattern: str) -> str:
-        sampling = Sampling(temperature=1.0, grammar=grammar(folder, regex=pattern), min_new_tokens=6, stop_ids=[EOS_ID])
+        sampling = Sampling(temperature=1.0, grammar=grammar(regex=pattern), min_new_tokens=6, stop_ids=[EOS_ID])
         (output,) = conductor.play([Request(prompt_of(9, 0, VOCAB_SIZE), sampling=sampling, num_new=20)])
         assert not output.failures
         return tokenizer.decode(until_eos(output.token_ids))
@@ -139,7 +139,7 @@ def test_a_text_that_is_whole_may_end_before_min_new_tokens_but_no_sooner_than_i
 
 def test_logits_beyond_the_vocabulary_are_impossible_too(folder: Path) -> None:
     masks = GrammarMasks(folder)
-    masks.admit(1, grammar(folder, regex="[ab]"), [])
+    masks.admit(1, grammar(regex="[ab]"), [])
     scores = torch.zeros(2, VOCAB_SIZE + 100)
     masks.mask(scores, [0, 1], [[], []])
     assert scores[0].isfinite().all() and scores[1].isfinite().sum() == 2
@@ -153,7 +153,7 @@ def test_a_prepared_grammar_is_compiled_once_until_it_is_dropped(folder: Path, m
         return compile_grammar(compiler, rules)
 
     monkeypatch.setattr(xgrammar.GrammarCompiler, "compile_grammar", counted)
-    masks, rules = GrammarMasks(folder), grammar(folder, regex="[ab]")
+    masks, rules = GrammarMasks(folder), grammar(regex="[ab]")
     assert masks.compiled.prepare(rules) > 0
     masks.admit(0, rules, [])
     masks.admit(1, rules, [])
@@ -166,7 +166,7 @@ def test_a_prepared_grammar_is_compiled_once_until_it_is_dropped(folder: Path, m
 def test_the_time_to_compile_a_grammar_is_nobodys_fault(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module, "SAVED_S", 0.0)
     masks = GrammarMasks(folder)
-    masks.admit(0, grammar(folder, regex="[ab]"), [])
+    masks.admit(0, grammar(regex="[ab]"), [])
     assert 0 in masks and not masks.failures
 
 
@@ -183,8 +183,8 @@ def test_a_grammar_that_one_rank_cannot_read_fails_on_all(folder: Path) -> None:
 
 
 def test_a_dead_end_after_several_tokens_is_the_callers_mistake(folder: Path, conductor: Conductor, together: list[Output]) -> None:
-    sampling = Sampling(grammar=grammar(folder, ebnf='root ::= "aaaaaa" x\nx ::= x'))
-    good = mixed_requests(folder)[0]
+    sampling = Sampling(grammar=grammar(ebnf='root ::= "aaaaaa" x\nx ::= x'))
+    good = mixed_requests()[0]
     dead, other = conductor.play([Request(prompt_of(9, 0, VOCAB_SIZE), sampling=sampling, num_new=24), good])
     assert dead.failures == {RowFailure("the grammar leads to where it allows none of the model's tokens", is_callers=True)}
     assert until_eos(other.token_ids) == until_eos(together[0].token_ids) and not other.failures
@@ -192,5 +192,5 @@ def test_a_dead_end_after_several_tokens_is_the_callers_mistake(folder: Path, co
 
 def test_a_vocabulary_that_cannot_be_read_is_not_the_callers_mistake(folder: Path, tmp_path: Path) -> None:
     masks = GrammarMasks(tmp_path)
-    masks.admit(0, grammar(folder, regex="[ab]"), [])
+    masks.admit(0, grammar(regex="[ab]"), [])
     assert "the vocabulary can't be read" in masks.failures[0].reason and not masks.failures[0].is_callers

@@ -128,7 +128,7 @@ def pipelined(conductor: Conductor, requests: list[Request], num_new: int) -> li
 
 def test_results_may_be_fetched_a_step_late_also_where_grammars_need_them_before(tmp_path: Path) -> None:
     folder = save_model(tmp_path / "model")
-    turns = Sampling(temperature=1.0, seed=3, grammar=grammar(folder, regex="(ab){6}"))  # what is allowed changes with each token
+    turns = Sampling(temperature=1.0, seed=3, grammar=grammar(regex="(ab){6}"))  # what is allowed changes with each token
     for samplings in ([Sampling(), Sampling(temperature=0.9, seed=1)], [Sampling(), turns]):
         requests = [Request(prompt_of(9, seed=i), [], sampling) for i, sampling in enumerate(samplings)]
         expected = [output.token_ids for output in Conductor(folder).play(requests)]
@@ -146,7 +146,7 @@ def test_a_grammar_makes_only_the_steps_of_its_own_slot_wait(tmp_path: Path, mon
         return fetch(sampling, drawn)
 
     monkeypatch.setattr(SlotSampling, "fetch", fetch_and_note)
-    samplings = [Sampling(), Sampling(grammar=grammar(folder, regex="[ab]*"))]
+    samplings = [Sampling(), Sampling(grammar=grammar(regex="[ab]*"))]
     admissions = [Admission(slot, [5, 6], [], 0, [], sampling) for slot, sampling in enumerate(samplings)]
     for slot in (0, 1):
         conductor.step([Row(slot, 2, conductor.blocks(slot, 0, 2), True)], [admissions[slot]])
@@ -164,7 +164,7 @@ def test_a_grammar_makes_only_the_steps_of_its_own_slot_wait(tmp_path: Path, mon
 def test_a_matcher_goes_when_its_text_is_whole(tmp_path: Path) -> None:
     folder = save_model(tmp_path / "model")
     conductor = Conductor(folder)
-    conductor.play([Request(prompt_of(5), sampling=Sampling(grammar=grammar(folder, regex="[ab]")), num_new=2)])
+    conductor.play([Request(prompt_of(5), sampling=Sampling(grammar=grammar(regex="[ab]")), num_new=2)])
     assert 0 not in conductor.runner.grammars
 
 
@@ -173,7 +173,7 @@ def test_a_slot_that_is_admitted_anew_with_a_grammar_owes_nothing_to_the_step_be
     conductor = Conductor(folder)
     prompt = prompt_of(9)
     plain = Step(1, [], [Admission(0, prompt, [], 0, [], Sampling())], [Row(0, 9, conductor.blocks(0, 0, 9), True)])
-    bound = Sampling(grammar=grammar(folder, regex="[0-9]{3}"))
+    bound = Sampling(grammar=grammar(regex="[0-9]{3}"))
     anew = Step(2, [], [Admission(0, prompt, [], 0, [], bound)], [Row(0, 9, conductor.blocks(0, 0, 9), True)])
     first = conductor.runner.launch(plain)
     second = conductor.runner.launch(anew)
