@@ -116,12 +116,17 @@ class Rank:
             if step is not None:
                 self._last_step = time.monotonic()
                 loader.prepare(step)
+                while launched and self._runner.waits_for(step):
+                    self._reply(receiver, launched.popleft())
                 launched.append(self._runner.launch(step))
                 loader.drop(step)
             while launched and (len(launched) > 1 or launched[0].is_done):
-                result = launched.popleft().result()
-                if self._rank == 0:
-                    receiver.reply(result)
+                self._reply(receiver, launched.popleft())
+
+    def _reply(self, receiver: StepReceiver, launched: Launched) -> None:
+        result = launched.result()
+        if self._rank == 0:
+            receiver.reply(result)
 
     def _read_ahead(self) -> None:
         """What the first grammar needs and takes seconds to read, when nobody waits for a token: those of all would come late."""

@@ -203,6 +203,10 @@ class FairQueue:
         """Show no more of those whose adapter is outside the pool, in this iteration."""
         self._is_outside_shown = False
 
+    def placed(self, sequence: Sequence) -> None:
+        """Its adapter is in the pool now, so its line is among those inside, whoever else is looked at."""
+        self._inside.push(self._accounts[adapter_id_of(sequence)].lines[sequence.adapter])
+
     def next_adapters(self, limit: int) -> list[Adapter]:
         """Adapters outside the pool that wait for their turn: those that are not ready, then the others in the order of their turns."""
         ready = [sequence.adapter for sequence in islice(self, limit) if sequence.adapter and not sequence.adapter.page_ids]

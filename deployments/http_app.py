@@ -19,7 +19,7 @@ from loray.deployments.config import ServerArgs
 from loray.deployments.error_shapes import ERROR_RESPONSES
 from loray.deployments.errors import InvalidRequest, LorayError, TooLarge, TooSlow
 from loray.deployments.health import Health
-from loray.deployments.middleware import KeyCheck, LastResort, Limits, RequestRecord
+from loray.deployments.middleware import KeyCheck, LastResort, Limits, PrefixIsRoot, RequestRecord
 from loray.deployments.openai_docs import leave_out_422
 from loray.deployments.request_spans import RequestSpans
 from loray.deployments.service import Service
@@ -57,6 +57,7 @@ def make_app(service: Service, answers_request_id: bool = True) -> FastAPI:
     spans = RequestSpans(tracing) if tracing else None
     routes = [route for router in [app.router, *routers] for route in router.routes if isinstance(route, Route)]
     app.add_middleware(RequestRecord, metrics=service.metrics, spans=spans, answers_id=answers_request_id, routes=routes)
+    app.add_middleware(PrefixIsRoot)
     return app
 
 

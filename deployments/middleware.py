@@ -32,6 +32,18 @@ ADMIN = "/admin"
 REQUEST_ID = "x-request-id"
 
 
+class PrefixIsRoot:
+    """The application's prefix without a slash at its end is its root too: there post clients that know no path."""
+
+    def __init__(self, app: ASGIApp) -> None:
+        self._app = app
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] == "http" and scope["path"] == scope.get("root_path", ""):
+            scope = {**scope, "path": f"{scope['path']}/"}
+        await self._app(scope, receive, send)
+
+
 class KeyCheck:
     """Before routing, so that without the key nothing is learnt. Neither kind of key opens the other's doors."""
 

@@ -37,7 +37,8 @@ class RankGrammars:
             return
         key = grammar_key(grammar)
         entry = self._entries.setdefault(key, _Entry(grammar))
-        self._entries.move_to_end(key)
+        if entry.is_here:  # else it keeps its turn
+            self._entries.move_to_end(key)
         entry.users.add(sequence)
         sequence.waits_for_grammar = not entry.is_here
 

@@ -128,7 +128,7 @@ class Scheduler:
             if not head or (prefills and self.waiting.served(prefills[-1]) <= self.waiting.served(head)):
                 self._grow(plan, prefills.pop())
             elif self._fits(head, prefills, kept) and self._may_pass(head, blocked):
-                if self._load_ahead(plan, head.adapter):
+                if self._load_ahead(plan, head):
                     kept.append(self._num_wanted(head))
                 else:
                     self._admit(plan, head)
@@ -136,10 +136,12 @@ class Scheduler:
             else:
                 head, blocked = None if blocked else next(heads, None), head
 
-    def _load_ahead(self, plan: Plan, adapter: Adapter | None) -> bool:
-        """Whether the adapter comes into the pool in this step: its sequences start in the next, so that no other waits for the copy."""
+    def _load_ahead(self, plan: Plan, sequence: Sequence) -> bool:
+        """Whether its adapter comes into the pool in this step: its sequences start in the next, so that no other waits for the copy."""
+        adapter = sequence.adapter
         if adapter and not adapter.page_ids:
             plan.loads[adapter] = self.adapters.place(adapter)
+            self.waiting.placed(sequence)
         return adapter in plan.loads
 
     def _grow(self, plan: Plan, sequence: Sequence) -> None:

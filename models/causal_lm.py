@@ -79,6 +79,9 @@ class CausalLMRunner:
         at worst twice what the driver's blocks stand for, beyond those 256. A forward holds what it extends twice, old and new."""
         self._lora.allocate(num_pages)
 
+    def waits_for(self, step: Step) -> bool:
+        return True
+
     def launch(self, step: Step) -> Launched:
         result = self.execute(step)
         return Launched(lambda: result, lambda: True)

@@ -40,14 +40,14 @@ class DecodeGraphs:
         self._sizes = sizes_up_to(max_rows)
         self._graphs: dict[tuple[int, bool], tuple[torch.cuda.CUDAGraph, DecodeOutput]] = {}  # by rows, and whether there is LoRA
 
-    def capture(self, has_lora: bool) -> None:
-        """has_lora: whether there are rank pages at all."""
+    def capture(self, has_lora: bool, on_any_rank: Callable[[bool], bool]) -> None:
+        """has_lora: whether there are rank pages at all; on_any_rank: whether that is so on some rank, since all must have the same."""
         started = noted = time.monotonic()
         wanted = [(size, lora) for size in reversed(self._sizes) for lora in ((False, True) if has_lora else (False,))]
         pool = torch.cuda.graph_pool_handle()
         for number, (size, lora) in enumerate(wanted):
             seconds = time.monotonic() - started
-            if seconds > CAPTURE_S:
+            if on_any_rank(seconds > CAPTURE_S):
                 logger.warning("only %d of %d decodes were captured in %.0f s; smaller batches are padded", number, len(wanted), seconds)
                 break
             self._graphs[size, lora] = self._captured(size, lora, pool)

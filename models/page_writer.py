@@ -37,11 +37,12 @@ class PageWriter:
         self._places = np.array(  # [pools, 3]: address, distance between rows, width
             [(pool.data_ptr(), pool.stride(0), pool.shape[1]) for pool in self._pools.values()], np.int64
         ).reshape(-1, 3)
+        self._dtypes = {pool.dtype for pool in self._pools.values()}
         self._arrivals: list[Arrival] = []
 
     def write(self, adapter: RankAdapter, page_ids: list[int]) -> Arrival | None:
         """The whole adapter. On a GPU it is under way when this comes back; see `wait`."""
-        if self._stream is None:
+        if self._stream is None or self._dtypes != {adapter.values.dtype}:  # a copy beside the steps converts nothing
             self.write_matrices(adapter.matrices(self._device), page_ids)
             return None
         begun, done = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
@@ -54,6 +55,7 @@ class PageWriter:
             self._stream.wait_event(before)  # steps on their way may still read what was in these pages
             _scatter(values, on_device, most_elements)
             done.record()
+        self._arrivals = [other for other in self._arrivals if not other.done.query()]  # nobody need wait for those
         self._arrivals.append(arrival := Arrival(frozenset(page_ids), begun, done))
         return arrival
 

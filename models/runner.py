@@ -62,6 +62,7 @@ class Runner:
             self._model = model_class(config)(config, parallel, max_total_tokens)
             self._weight_bytes = load_weights(self._model, model_path)
         self._load_seconds = time.perf_counter() - started
+        self._parallel = parallel
         self._device, self._dtype, self._block_size = device, dtype, block_size
         self._lora = LoraPool(self._model, parallel)
         self.host_adapters = self._lora.host
@@ -112,7 +113,7 @@ class Runner:
     def _captured(self, table: PagedTable, has_lora: bool) -> DecodeGraphs:
         max_rows = len(self._tokens) - 1
         graphs = DecodeGraphs(DecodeInputs(max_rows, self._tokens, table.blocks), self._decode, max_rows)
-        graphs.capture(has_lora)
+        graphs.capture(has_lora, lambda flag: self._parallel.any_rank([flag], self._device)[0])
         return graphs
 
     def _decode(self, batch: Batch) -> DecodeOutput:
@@ -122,6 +123,10 @@ class Runner:
 
     def execute(self, step: Step) -> StepResult:
         return self.launch(step).result()
+
+    def waits_for(self, step: Step) -> bool:
+        """Whether launching the step takes as long as computing it: who wants results of those before had better fetch them first."""
+        return not self._sampling.is_plain_step(step)
 
     @torch.inference_mode()
     def launch(self, step: Step) -> Launched:
@@ -193,7 +198,7 @@ class Runner:
     def _sample(self, layout: Layout, batch: Batch, hidden: Tensor) -> Drawn:
         """The tokens feed the next step. hidden: [num_tokens, hidden] of the batch."""
         if not layout.samples.any():
-            return Drawn([], ToHost(torch.empty(0), torch.empty(0)), ToHost(), {})
+            return Drawn([], ToHost(*torch.empty(2, 0, device=self._device)), ToHost(), {})
         last = hidden if batch.sample_tokens is None else hidden[batch.sample_tokens]  # [num_samples, hidden]
         return self._sampling.sample(self._model.logits(last, batch), layout.sample_slots, layout.sample_positions)
 

@@ -15,7 +15,7 @@ from loray.models.grammar_masks import GrammarMasks
 from loray.models.parallel import Parallel
 from loray.models.penalties import penalise
 from loray.models.sampler import LOWEST_TEMPERATURE, NEVER, SAMPLING_ROW, SamplingRows, most_probable, sample
-from loray.models.step import Admission, Alternatives, Row, RowFailure, Sampling
+from loray.models.step import Admission, Alternatives, Row, RowFailure, Sampling, Step
 from loray.models.to_host import ToHost
 from loray.models.watermark import green_bias
 
@@ -94,6 +94,12 @@ class SlotSampling:
         rows = self._rows[slots]
         return bool(((rows["temperature"] <= LOWEST_TEMPERATURE) & ~rows["is_shaped"] & (rows["num_alternatives"] == 0)).all())
 
+    def is_plain_step(self, step: Step) -> bool:
+        """The same for all of a step's rows, those among them that it admits as well."""
+        admitted = {admission.slot: _is_plain(admission.sampling) for admission in step.admissions}
+        others = np.array([row.slot for row in step.rows if row.slot not in admitted], np.int64)
+        return all(admitted.values()) and self.is_plain(others)
+
     def sample(self, logits: Tensor, slots: Ints, positions: Ints) -> Drawn:
         """The slots' next tokens, which become theirs. logits: [num_samples, vocab_size]; positions of the tokens to be sampled."""
         logits = logits.float()
@@ -163,6 +169,10 @@ class SlotSampling:
 
     def _upload(self, values: Ints) -> Tensor:
         return torch.from_numpy(np.ascontiguousarray(values)).to(self._tokens.device, non_blocking=True)
+
+
+def _is_plain(sampling: Sampling) -> bool:
+    return sampling.temperature <= LOWEST_TEMPERATURE and not _is_shaped(sampling) and not sampling.num_alternatives
 
 
 def _is_shaped(sampling: Sampling) -> bool:

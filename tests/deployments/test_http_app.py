@@ -119,6 +119,19 @@ def test_an_unknown_route_answers_in_the_native_shape(method: str, path: str, st
     assert (response.status_code, response.json().keys()) == (status, {"error", "error_type"})
 
 
+@pytest.mark.parametrize("path", ["/prefix", "/prefix/"])
+def test_the_applications_prefix_is_its_root_with_and_without_a_slash(path: str) -> None:
+    """lorax-client posts to the bare address that it was given."""
+
+    async def ask() -> httpx.Response:
+        transport = httpx.ASGITransport(make_app(service_of(saying("x"))), root_path="/prefix")
+        async with httpx.AsyncClient(transport=transport, base_url="http://test") as client:
+            return await client.post(path, json={"inputs": "hi"})
+
+    response = asyncio.run(ask())
+    assert response.status_code == 200 and "generated_text" in response.text
+
+
 @pytest.mark.parametrize(("method", "path", "status"), [("GET", "/v1/nope", 404), ("GET", "/v1/completions", 405)])
 def test_an_unknown_v1_route_answers_in_openais_shape(method: str, path: str, status: int) -> None:
     response = send(service_of(saying("x")), method, path)
