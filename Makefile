@@ -7,6 +7,9 @@ PYTHON ?= python3
 BIN := .venv/bin
 STAMP := .venv/.installed
 FOLDERS := deployments cluster models kernels
+PYTEST := RAY_AUTH_MODE=disabled $(BIN)/python -m pytest -q
+# A process for each core. Tests of the whole application share one Ray cluster instead, and run one after another.
+SIDE_BY_SIDE := OMP_NUM_THREADS=1 $(PYTEST) -n auto --maxprocesses=4 --dist=worksteal --ignore=tests/e2e
 SOURCES := $(FOLDERS) tests $(wildcard benchmarks examples)
 
 .DEFAULT_GOAL := help
@@ -22,10 +25,11 @@ serve: $(STAMP)  ## serve the model of serve_config.yaml here (MODEL= TP= PORT= 
 	@exec $(BIN)/loray serve $(if $(MODEL),--model '$(MODEL)') $(if $(TP),--tensor-parallel-size '$(TP)') $(if $(PORT),--port '$(PORT)')
 
 test: lint  ## lint, then every test but those for a GPU and the soak
-	@RAY_AUTH_MODE=disabled $(BIN)/python -m pytest -q -m "not gpu and not soak"
+	@$(SIDE_BY_SIDE) -m "not gpu and not soak"
+	@$(PYTEST) -m "not gpu and not soak" tests/e2e
 
 check: lint  ## lint and the fast tests
-	@RAY_AUTH_MODE=disabled $(BIN)/python -m pytest -q -m "not slow and not gpu and not soak"
+	@$(SIDE_BY_SIDE) -m "not slow and not gpu and not soak"
 
 lint: $(STAMP)  ## ruff and mypy
 	@$(BIN)/ruff format --quiet --check $(SOURCES)
@@ -42,7 +46,7 @@ bench-http: $(STAMP)  ## measure what a streamed token costs in ingress, driver 
 	@$(BIN)/python -m benchmarks.http_cost $(ARGS)
 
 soak: $(STAMP)  ## run for hours under load and faults
-	@RAY_AUTH_MODE=disabled $(BIN)/python -m pytest -q -m soak --timeout=0
+	@$(PYTEST) -m soak --timeout=0
 
 venv: $(STAMP)  ## make .venv with everything the other commands need
 

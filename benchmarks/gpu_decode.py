@@ -23,6 +23,7 @@ from loray.models.step import Sampling
 
 SHORT, LONG = 8, 136
 PREFILL_TOKENS = 8192
+PREFILL_ROWS = (1, 8)  # in so many prompts
 
 
 def cases(has_adapters: bool) -> list[Case]:
@@ -103,7 +104,7 @@ def measure(folder: Path, has_adapters: bool) -> list[dict[str, object]]:
 
     for case in cases(has_adapters):
         note(rows=case.rows, adapters=case.adapters, ranks=case.ranks, step_ms=round(bench.step_ms(case), 3))
-    for rows in (1, 8):
+    for rows in PREFILL_ROWS:
         note(prefill_rows=rows, adapters=0, ms=round(bench.prefill_ms([], rows), 1))
         if has_adapters:
             note(prefill_rows=rows, adapters=rows, ms=round(bench.prefill_ms(Case(rows, rows).names, rows), 1))

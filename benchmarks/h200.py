@@ -1,21 +1,24 @@
-"""loray beside vLLM on one GPU, in one run: `python -m benchmarks.h200 --vllm SCRIPT`, into benchmarks/results/h200.json
+"""loray beside vLLM on one GPU: `python -m benchmarks.h200 --vllm SCRIPT --tokenizer FOLDER`, into benchmarks/results/h200.json
 
 SCRIPT is a script that is called as `SCRIPT MAX_LORAS RANK OUT.json` and writes a list of {bs, adapters, tpot_ms}: decode steps of vLLM
-on the shape that gpu_decode.py has. Without one loray runs alone. A plot of both goes beside the results.
+on the shape that gpu_decode.py has. Without one loray runs alone. FOLDER has a tokenizer for gpu_serve.py; without one nothing goes through
+HTTP. Each part's results lie under --folder as soon as they are there, and a run that is started again goes on after the last of them.
+A plot of both systems goes beside the results.
 """
 
 import argparse
 import datetime
+import itertools
 import json
 import subprocess
 import sys
-import tempfile
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
 import torch
 
+from benchmarks.gpu_decode import PREFILL_ROWS
 from benchmarks.svg_plot import Line, plot
 
 HERE = Path(__file__).parent
@@ -30,22 +33,38 @@ TARGETS = {
     "32 adapters / base": "<= 1.25",
     "32 of ranks 8 to 64 / base": "<= 1.45",
     "base on a LoRA server / LoRA off": "<= 1.01",
+    "8,192 tokens in 8 prompts, adapters / base": "<= 1.10",
+    "zipf / staying, tokens per second": ">= 0.9",
+    "zipf / staying, p50 of the first token": "<= 2",
+    "http / engine": ">= 0.9",
 }
 Steps = dict[tuple[int, int], float]  # (rows, adapters) -> milliseconds a step
 
 
-def run_loray(folder: Path, out: Path) -> list[dict[str, Any]]:
-    subprocess.run([sys.executable, "-m", "benchmarks.gpu_decode", "--folder", str(folder), "--out", str(out)], check=True)
-    return json.loads(out.read_text())
+class Parts:
+    """Runs each part of the whole in a process of its own, unless its results are there from a run that was cut."""
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder / "parts"
+        self._folder.mkdir(parents=True, exist_ok=True)
+
+    def run(self, name: str, *command: str) -> Any:
+        """`command` writes its results into the file that is its last argument."""
+        out = self._folder / f"{name}.json"
+        if not out.exists():
+            print(f"--- {name}", flush=True)
+            subprocess.run([sys.executable, *command, str(out)], check=True)
+        return json.loads(out.read_text())
 
 
-def run_vllm(script: Path, folder: Path) -> list[dict[str, Any]]:
-    found = []
-    for max_loras in (0, 8, 32):
-        out = folder / f"vllm-{max_loras}.json"
-        subprocess.run([sys.executable, str(script), str(max_loras), str(RANK), str(out)], check=True)
-        found += json.loads(out.read_text())
-    return found
+def run_vllm(parts: Parts, script: Path, adapters: Path) -> list[dict[str, Any]]:
+    decode = [parts.run(f"vllm-decode-{n}", str(script), str(n), str(RANK)) for n in (0, 8, 32)]
+    prefill = "-m", "benchmarks.peer_vllm_prefill"
+    return [
+        *itertools.chain.from_iterable(decode),
+        *parts.run("vllm-prefill", *prefill),
+        *parts.run("vllm-prefill-lora", *prefill, str(adapters)),
+    ]
 
 
 def steps_of(results: list[dict[str, Any]], has_lora: bool) -> Steps:
@@ -55,10 +74,15 @@ def steps_of(results: list[dict[str, Any]], has_lora: bool) -> Steps:
 def vllm_steps(results: list[dict[str, Any]]) -> Steps:
     """The base model without LoRA, and each number of adapters with just so much room, as vLLM does best."""
     wanted = {0: 0, 1: 8, 8: 8, 32: 32}
-    return {(r["bs"], r["adapters"]): r["tpot_ms"] for r in results if r["max_loras"] == wanted[r["adapters"]]}
+    return {(r["bs"], r["adapters"]): r["tpot_ms"] for r in results if "tpot_ms" in r and r["max_loras"] == wanted[r["adapters"]]}
 
 
-def ratios(results: list[dict[str, Any]], peer: Steps) -> dict[str, float]:
+def prefills(results: list[dict[str, Any]]) -> dict[tuple[int, int], float]:
+    """(prompts, adapters) -> milliseconds: of the base without LoRA on the server, of the adapters with it."""
+    return {(r["prefill_rows"], r["adapters"]): r["ms"] for r in results if "ms" in r and r["lora"] == bool(r["adapters"])}
+
+
+def ratios(results: list[dict[str, Any]], peer_results: list[dict[str, Any]]) -> dict[str, float]:
     off, on = steps_of(results, False), steps_of(results, True)
     mixed = next(r["step_ms"] for r in results if r.get("ranks") == "mixed")
     found = {f"base, {rows} rows, ms": off[rows, 0] for rows in (8, 32, 128)}
@@ -66,7 +90,12 @@ def ratios(results: list[dict[str, Any]], peer: Steps) -> dict[str, float]:
     found["32 adapters / base"] = on[32, 32] / off[32, 0]
     found["32 of ranks 8 to 64 / base"] = mixed / off[32, 0]
     found["base on a LoRA server / LoRA off"] = on[32, 0] / off[32, 0]
-    for (rows, adapters), milliseconds in peer.items():
+    ours_prefill, peer_prefill = prefills(results), prefills(peer_results)
+    for rows in PREFILL_ROWS:
+        found[f"8,192 tokens in {rows} prompts, adapters / base"] = ours_prefill[rows, rows] / ours_prefill[rows, 0]
+    for (rows, adapters), milliseconds in peer_prefill.items():
+        found[f"vLLM / loray, 8,192 tokens in {rows} prompts, {adapters} adapters"] = milliseconds / ours_prefill[rows, adapters]
+    for (rows, adapters), milliseconds in vllm_steps(peer_results).items():
         ours = off if not adapters else on
         if (rows, adapters) in ours:
             found[f"vLLM / loray, {rows} rows, {adapters} adapters"] = milliseconds / ours[rows, adapters]
@@ -84,20 +113,28 @@ def draw(ours: Steps, peer: Steps) -> str:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--vllm", type=Path, help="the peer's script")
+    parser.add_argument("--tokenizer", type=Path, help="a folder with any tokenizer")
     parser.add_argument("--folder", type=Path, default=Path("/dev/shm/loray"))
     parser.add_argument("--out", type=Path, default=RESULTS)
     options = parser.parse_args()
-    with tempfile.TemporaryDirectory() as scratch:
-        results = run_loray(options.folder, Path(scratch) / "loray.json")
-        peer_results = run_vllm(options.vllm, Path(scratch)) if options.vllm else []
+    parts, folder = Parts(options.folder), ["--folder", str(options.folder)]
+    results = parts.run("decode", "-m", "benchmarks.gpu_decode", *folder, "--out")
+    peer_results = run_vllm(parts, options.vllm, options.folder / "adapters") if options.vllm else []
+    zipf = parts.run("zipf", "-m", "benchmarks.gpu_zipf", *folder, "--out")
+    serve = "-m", "benchmarks.gpu_serve", *folder, "--tokenizer", str(options.tokenizer)
+    served = parts.run("serve", *serve, "--out") if options.tokenizer else {}
     peer = vllm_steps(peer_results)
     report = {
         "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
-        "command": "python -m benchmarks.h200" + (" --vllm SCRIPT" if options.vllm else ""),
+        "command": "python -m benchmarks.h200"
+        + (" --vllm SCRIPT" if options.vllm else "")
+        + (" --tokenizer FOLDER" if options.tokenizer else ""),
         "gpu": torch.cuda.get_device_name(),
         "versions": {name: version(name) for name in ("torch", "triton", *(["vllm"] if options.vllm else []))},
-        "ratios": ratios(results, peer),
+        "ratios": ratios(results, peer_results) | {name: value for name, value in (zipf | served).items() if " / " in name},
         "loray": results,
+        "256 adapters through a pool for 32": zipf,
+        "through HTTP": served,
         "vllm": peer_results,
     }
     options.out.parent.mkdir(parents=True, exist_ok=True)

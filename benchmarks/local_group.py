@@ -18,7 +18,8 @@ class LocalGroup:
         assert spec.world_size == 1, "there is one process"
         self.steps = StepSender(NODE_IP, 1)
         self.host_reports = HostReports(NODE_IP, 1)
-        self._heartbeat = DriverHeartbeat(NODE_IP, 1, lambda _: os._exit(1))
+        self._is_stopped = False
+        self._heartbeat = DriverHeartbeat(NODE_IP, 1, self._on_silence)
         context = multiprocessing.get_context("spawn")
         self._pipe, other = context.Pipe()
         self._process = context.Process(target=_run_rank, args=(spec, other), daemon=True)
@@ -35,8 +36,13 @@ class LocalGroup:
         self._heartbeat.start()
 
     def stop(self) -> None:
+        self._is_stopped = True
         self._process.kill()
         self._process.join()
+
+    def _on_silence(self, rank: int) -> None:
+        if not self._is_stopped:
+            os._exit(1)
 
 
 def _run_rank(spec: RankSpec, pipe: Connection) -> None:

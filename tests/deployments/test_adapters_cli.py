@@ -40,7 +40,8 @@ def shape(*statuses: Any) -> list[dict[str, Any]]:
     return [msgspec.to_builtins(status) for status in statuses]
 
 
-def test_list_prints_a_table(url: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_list_prints_a_table(url: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("COLUMNS", "120")
     assert main(["adapters", "list", "--url", url, "--key", "open"]) == 0
     header, first, second = capsys.readouterr().out.splitlines()
     assert header.split() == ["ADAPTER", "STATE", "VERSION", "RANK", "GPU", "HOST", "DISK", "RUNNING", "SERVED", "FAILED", "LAST", "USED"]

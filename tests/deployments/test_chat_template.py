@@ -117,6 +117,7 @@ def test_a_name_that_nobody_gave_is_false_and_nothing_as_in_transformers() -> No
     assert prompt(saying("x"), template + ROLES) == "[user]hello"
 
 
+@pytest.mark.slow
 def test_what_an_adapters_template_can_not_be_given_or_tell_is_refused() -> None:
     backend = saying("x")
     backend.templates |= {"tools": TOOLS, "half": "{{ '\\ud800' }}", "raises": "{{ raise_exception('\\ud800') }}"}

@@ -14,6 +14,7 @@ def test_an_answer_of_any_size_comes_back_whole() -> None:
     assert in_child(lambda: held + str(os.getppid()).encode(), 30) == held + str(os.getpid()).encode()
 
 
+@pytest.mark.slow
 def test_a_child_that_does_not_survive_its_work_is_lost_and_the_next_is_not() -> None:
     with pytest.raises(ChildLost):
         in_child(lambda: b"x" * os.kill(os.getpid(), signal.SIGSEGV), 30)  # type: ignore[operator]

@@ -178,6 +178,7 @@ def jobs(monkeypatch: pytest.MonkeyPatch) -> list[type | None]:
     return ended
 
 
+@pytest.mark.slow
 def test_a_schema_that_explodes_is_given_up_while_others_go_on(limited: Grammars, jobs: list[type | None]) -> None:
     async def both() -> None:
         await asyncio.gather(*(limited.compile(GrammarSpec("regex", text), "response_format") for text in "ab"))  # starts the processes
@@ -195,6 +196,7 @@ def test_a_schema_that_explodes_is_given_up_while_others_go_on(limited: Grammars
     assert len(jobs) == num_jobs, "it is not tried again at once"
 
 
+@pytest.mark.slow
 def test_many_that_explode_leave_a_worker_to_the_others(limited: Grammars, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module, "QUICK_S", 0.2)
     monkeypatch.setattr(module, "LEFT_S", 0.0)
@@ -225,6 +227,7 @@ def test_the_cache_keeps_the_last_used_that_fit(limited: Grammars, jobs: list[ty
     assert len(jobs) == 5
 
 
+@pytest.mark.slow
 def test_what_nobody_waits_for_any_more_leaves_its_place_and_its_worker(
     limited: Grammars, jobs: list[type | None], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -251,6 +254,7 @@ def test_what_nobody_waits_for_any_more_leaves_its_place_and_its_worker(
     assert set(left) == {module.WorkerLost}, "what ran was killed before its time"
 
 
+@pytest.mark.slow
 def test_sizes_are_limited(limited: Grammars) -> None:
     def names(count: int) -> str:
         return json.dumps({"enum": [f"value {index}" for index in range(count)]})

@@ -18,6 +18,7 @@ from tests.deployments.test_chat_template import CHAT, MESSAGES, ROLES
 FOREVER = "{% for a in range(99999) %}{% for b in range(99999) %}{% endfor %}{% endfor %}"
 
 
+@pytest.mark.slow
 def test_a_template_that_did_not_end_is_not_tried_again_and_others_are(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(template_renderer, "LIMITS", WorkerLimits(timeout_s=1.0, max_memory_bytes=512 << 20))
     tried = []
@@ -39,6 +40,7 @@ def test_a_template_that_did_not_end_is_not_tried_again_and_others_are(monkeypat
     assert tried == [FOREVER, "{% if %}", "{% if %}"]
 
 
+@pytest.mark.slow
 def test_a_chat_that_is_too_long_for_a_template_shuts_it_for_no_other_chat(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(template_renderer, "LIMITS", WorkerLimits(timeout_s=1.0, max_memory_bytes=512 << 20))
     asked: list[int] = []
@@ -93,6 +95,7 @@ def test_a_template_that_is_slow_leaves_a_worker_to_others(monkeypatch: pytest.M
     assert answered == ["quick", "slow", "slow", "slow"]
 
 
+@pytest.mark.slow
 def test_a_template_may_make_a_long_text_but_no_huge_one() -> None:
     async def render(num_characters: int) -> str:
         return await TemplateRenderer({}).render(f"{{{{ 'a' * {num_characters} }}}}", MESSAGES, [])
@@ -102,6 +105,7 @@ def test_a_template_may_make_a_long_text_but_no_huge_one() -> None:
         run(render(MAX_TEXT + 1))
 
 
+@pytest.mark.slow
 def test_a_template_that_never_ends_or_fills_the_memory_fails_its_own_requests_alone(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(template_renderer, "LIMITS", WorkerLimits(timeout_s=1.0, max_memory_bytes=64 << 20))
     backend = saying("x")

@@ -145,6 +145,7 @@ def test_a_download_that_is_cut_short_is_done_again(tmp_path: Path, server: File
     assert cut.has_cut and server.num_gets(WEIGHTS) == 2
 
 
+@pytest.mark.slow
 def test_a_download_that_is_always_cut_short_fails(tmp_path: Path, server: FileServer) -> None:
     body = (tmp_path / "served" / "good" / "small" / WEIGHTS).read_bytes()
 

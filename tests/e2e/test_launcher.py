@@ -20,6 +20,8 @@ import pytest
 import yaml
 from safetensors.numpy import save_file
 
+pytestmark = pytest.mark.slow
+
 START_S = 120  # on a busy machine
 STOP_S = 10
 RAY_AGENTS = {"ray::DashboardAgent", "ray::RuntimeEnvAgent"}  # after a SIGKILL these two try for a minute to report it to the dead
@@ -99,7 +101,6 @@ def free_port() -> int:
         return int(server.getsockname()[1])
 
 
-@pytest.mark.slow
 def test_it_says_once_that_it_is_ready_and_ctrl_c_ends_everything_it_started(config: Path) -> None:
     with launched("--config", str(config)) as launcher:
         launcher.wait_ready()
@@ -113,7 +114,6 @@ def test_it_says_once_that_it_is_ready_and_ctrl_c_ends_everything_it_started(con
         assert all(line.startswith("loray: ") for line in launcher.stderr)
 
 
-@pytest.mark.slow
 def test_sigterm_ends_three_ranks_at_once_although_a_stream_is_open(config: Path) -> None:
     with launched("--config", str(config), "--tensor-parallel-size", "3", "--port", str(free_port())) as launcher:
         url = launcher.wait_ready()
@@ -126,7 +126,6 @@ def test_sigterm_ends_three_ranks_at_once_although_a_stream_is_open(config: Path
         assert launcher.survivors() == []
 
 
-@pytest.mark.slow
 def test_killing_it_leaves_no_rank_replica_or_ray_behind(config: Path) -> None:
     with launched("--config", str(config)) as launcher:
         url = launcher.wait_ready()
@@ -140,7 +139,6 @@ def test_killing_it_leaves_no_rank_replica_or_ray_behind(config: Path) -> None:
                 process.kill()
 
 
-@pytest.mark.slow
 def test_weights_that_can_not_be_loaded_end_it_with_one_line(config: Path, tiny_model: Path, tmp_path: Path) -> None:
     broken = tmp_path / "broken"
     shutil.copytree(tiny_model, broken)

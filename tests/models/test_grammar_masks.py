@@ -104,6 +104,7 @@ def test_a_grammar_that_cannot_be_read_fails_its_own_request_alone(
         assert until_eos(found.token_ids) == until_eos(expected.token_ids) and not found.failures
 
 
+@pytest.mark.slow
 def test_an_ambiguous_grammar_fails_its_own_request_alone_before_others_wait_long(
     folder: Path, conductor: Conductor, together: list[Output]
 ) -> None:

@@ -253,6 +253,7 @@ def test_the_config_needs_one_pattern_for_each_rank(three: list[Path], adapters:
     assert (config["r"], config["lora_alpha"], list(config["rank_pattern"].values())) == (64, 64, [76])
 
 
+@pytest.mark.slow
 def test_merging_needs_no_ray() -> None:
     code = "import sys, loray.models.merging; sys.exit('ray' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code]).returncode == 0

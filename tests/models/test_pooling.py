@@ -125,6 +125,7 @@ def test_a_generation_in_the_slot_of_a_finished_embedding_is_undisturbed(conduct
     assert conductor.play([Request(prompt_of(20))])[0].token_ids == expected
 
 
+@pytest.mark.slow
 def test_two_ranks_give_the_embeddings_of_one(case: tuple[Path, Path]) -> None:
     for texts in run_ranks(2, embed_on_ranks, *case):
         assert_equals_transformers(texts, *case)

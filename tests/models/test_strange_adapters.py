@@ -98,6 +98,7 @@ def test_a_header_of_any_kind_is_refused_by_what_and_why(tmp_path: Path) -> None
         assert is_clear(str(caught.value)), str(caught.value)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "changes",
     [

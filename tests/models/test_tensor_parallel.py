@@ -14,6 +14,8 @@ from tests.models.rank_processes import RankError, RankGroup, run_ranks
 from tests.models.rank_threads import ThreadGroup
 from tests.models.tiny_llama import save_adapter, save_llama
 
+pytestmark = pytest.mark.slow
+
 MODELS: dict[str, dict[str, Any]] = {
     "nine_heads_three_kv": {"num_attention_heads": 9, "num_key_value_heads": 3, "hidden_size": 36, "tie_word_embeddings": True},
     "six_heads_two_kv_biases": {"attention_bias": True, "mlp_bias": True, "head_dim": 10},
