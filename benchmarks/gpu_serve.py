@@ -1,13 +1,12 @@
-"""The served application on a GPU, through HTTP, beside its engine alone: `python -m benchmarks.gpu_serve --tokenizer FOLDER --out FILE`
+"""The served application on a GPU, through HTTP, beside its engine alone: `python -m benchmarks.gpu_serve --out FILE`
 
-64 streams of 128 tokens on the model that llama_8b.py makes, which has no tokenizer of its own: FOLDER has one with fewer tokens.
+64 clients, each with one streamed request after another, on the model that llama_8b.py makes.
 """
 
 import argparse
 import asyncio
 import json
 import os
-import shutil
 import statistics
 import subprocess
 import tempfile
@@ -18,12 +17,15 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+import aiohttp
+
 from benchmarks.adapters_server import Served, cluster, serving
+from benchmarks.engine_load import Load
 from benchmarks.gpu_decode import Bench, page_bytes
-from benchmarks.http_cost import NUM_STREAMS, NUM_TOKENS, load
-from benchmarks.llama_8b import NUM_PROMPT, POOL_PAGES, Case, make
+from benchmarks.llama_8b import NUM_PROMPT, POOL_PAGES, make
 
 SAMPLE_S = 0.1
+NUM_STREAMS, NUM_REQUESTS, NUM_TOKENS = 64, 512, 128
 NUM_RUNS = 3
 
 
@@ -50,44 +52,61 @@ class Utilisation:
             self.samples.append(float(subprocess.run(command, capture_output=True, text=True, check=True).stdout.split()[0]) / 100)
 
 
+async def clients(url: str, num_requests: int, run: str) -> float:
+    """Tokens a second of so many streamed requests, 64 at a time."""
+    numbers = iter(range(num_requests))
+
+    async def client(session: aiohttp.ClientSession) -> None:
+        for number in numbers:
+            prompt = f"{run}. Request {number}. ".ljust(NUM_PROMPT, "x")  # a token for each byte
+            body = {"inputs": prompt, "parameters": {"max_new_tokens": NUM_TOKENS, "ignore_eos_token": True}}
+            async with session.post(f"{url}/generate_stream", json=body) as response:
+                assert response.status == 200, await response.text()
+                async for _ in response.content.iter_any():
+                    pass
+
+    async with aiohttp.ClientSession(connector=aiohttp.TCPConnector(limit=0), timeout=aiohttp.ClientTimeout(total=300)) as session:
+        started = time.perf_counter()
+        await asyncio.gather(*(client(session) for _ in range(NUM_STREAMS)))
+        return num_requests * NUM_TOKENS / (time.perf_counter() - started)
+
+
 def through_http(model: Path) -> dict[str, Any]:
     with cluster() as url, serving(Served(model, "cuda", "auto")):
-        asyncio.run(load(url, "native", str(model), "Warm up"))
+        asyncio.run(clients(url, NUM_STREAMS, "Warm up"))
         utilisation = Utilisation()
         with utilisation.watched():
-            runs = [asyncio.run(load(url, "native", str(model), f"Run {run}")) for run in range(NUM_RUNS)]
-    best = max(runs, key=lambda run: run["tokens_per_s"])
-    return {**best, "gpu_idle_share": round(1 - statistics.mean(utilisation.samples), 3)}
+            rates = [asyncio.run(clients(url, NUM_REQUESTS, f"Run {run}")) for run in range(NUM_RUNS)]
+    idle = round(1 - statistics.mean(utilisation.samples), 3)
+    return {
+        "http_tokens_per_s": round(max(rates)),
+        "http_tokens_per_s_of_all_runs": [round(rate) for rate in rates],
+        "gpu_idle_share": idle,
+    }
 
 
-def engine_alone(model: Path, adapters: Path) -> float:
-    """Tokens a second of as many rows, prompts included."""
+def engine_alone(model: Path, adapters: Path) -> dict[str, Any]:
     bench = Bench(model, adapters, POOL_PAGES, page_bytes())
-    names = Case(NUM_STREAMS, 0).names
-    bench.generate(names, NUM_STREAMS, NUM_PROMPT, 8)
-    seconds = min(bench.generate(names, NUM_STREAMS, 16, NUM_TOKENS) for _ in range(NUM_RUNS))
+    load = Load(bench)
+    load.run([""] * NUM_STREAMS, NUM_STREAMS, NUM_TOKENS)
+    runs = [load.run([""] * NUM_REQUESTS, NUM_STREAMS, NUM_TOKENS) for _ in range(NUM_RUNS)]
     bench.stop()
-    return NUM_STREAMS * NUM_TOKENS / seconds
+    return {"engine_tokens_per_s": max(run["tokens_per_s"] for run in runs)}
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--folder", type=Path, default=Path("/dev/shm/loray"))
-    parser.add_argument("--tokenizer", type=Path, required=True)
     parser.add_argument("--out", type=Path, required=True)
     options = parser.parse_args()
     os.environ["RAY_AUTH_MODE"] = "disabled"  # a cluster of its own that nothing outside this machine can reach
     model, adapters = make(options.folder)
-    for file in options.tokenizer.glob("*token*"):
-        shutil.copy(file, model)
     with tempfile.TemporaryDirectory() as cache:
         os.environ["XDG_CACHE_HOME"] = cache
-        started = time.monotonic()
-        http = through_http(model)
-        print(json.dumps(http), f"{time.monotonic() - started:.0f} s", flush=True)
-        alone = engine_alone(model, adapters)
-    report = {"streams": NUM_STREAMS, "tokens": NUM_TOKENS, "http": http, "engine_tokens_per_s": round(alone)}
-    report["http / engine"] = round(http["tokens_per_s"] / alone, 3)
+        report = {"streams": NUM_STREAMS, "tokens": NUM_TOKENS, "requests": NUM_REQUESTS, **through_http(model)}
+        print(json.dumps(report), flush=True)
+        report |= engine_alone(model, adapters)
+    report["http / engine"] = round(report["http_tokens_per_s"] / report["engine_tokens_per_s"], 3)
     options.out.write_text(json.dumps(report, indent=2) + "\n")
     print(json.dumps(report, indent=2))
 

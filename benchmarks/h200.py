@@ -1,9 +1,8 @@
-"""loray beside vLLM on one GPU: `python -m benchmarks.h200 --vllm SCRIPT --tokenizer FOLDER`, into benchmarks/results/h200.json
+"""loray beside vLLM on one GPU: `python -m benchmarks.h200 --vllm SCRIPT`, into benchmarks/results/h200.json
 
 SCRIPT is a script that is called as `SCRIPT MAX_LORAS RANK OUT.json` and writes a list of {bs, adapters, tpot_ms}: decode steps of vLLM
-on the shape that gpu_decode.py has. Without one loray runs alone. FOLDER has a tokenizer for gpu_serve.py; without one nothing goes through
-HTTP. Each part's results lie under --folder as soon as they are there, and a run that is started again goes on after the last of them.
-A plot of both systems goes beside the results.
+on the shape that gpu_decode.py has. Without one loray runs alone. Each part's results lie under --folder as soon as they are there, and a
+run that is started again goes on after the last of them. A plot of both systems goes beside the results.
 """
 
 import argparse
@@ -106,14 +105,13 @@ def draw(ours: Steps, peer: Steps) -> str:
     def points(steps: Steps) -> list[tuple[float, float]]:
         return [(adapters, milliseconds) for (rows, adapters), milliseconds in sorted(steps.items()) if rows == PLOTTED_ROWS]
 
-    lines = [Line("loray", "#0b6e4f", points(ours)), *([Line("vLLM", "#b23a48", points(peer))] if peer else [])]
+    lines = [Line("loray", "#0b6e4f", points(ours), is_labelled_below=True), *([Line("vLLM", "#b23a48", points(peer))] if peer else [])]
     return plot(lines, f"A decode step of {PLOTTED_ROWS} rows, Llama-3.1-8B's shape, bfloat16", "adapters of rank 16 in the batch", "ms")
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--vllm", type=Path, help="the peer's script")
-    parser.add_argument("--tokenizer", type=Path, help="a folder with any tokenizer")
     parser.add_argument("--folder", type=Path, default=Path("/dev/shm/loray"))
     parser.add_argument("--out", type=Path, default=RESULTS)
     options = parser.parse_args()
@@ -121,14 +119,11 @@ def main() -> None:
     results = parts.run("decode", "-m", "benchmarks.gpu_decode", *folder, "--out")
     peer_results = run_vllm(parts, options.vllm, options.folder / "adapters") if options.vllm else []
     zipf = parts.run("zipf", "-m", "benchmarks.gpu_zipf", *folder, "--out")
-    serve = "-m", "benchmarks.gpu_serve", *folder, "--tokenizer", str(options.tokenizer)
-    served = parts.run("serve", *serve, "--out") if options.tokenizer else {}
+    served = parts.run("serve", "-m", "benchmarks.gpu_serve", *folder, "--out")
     peer = vllm_steps(peer_results)
     report = {
         "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
-        "command": "python -m benchmarks.h200"
-        + (" --vllm SCRIPT" if options.vllm else "")
-        + (" --tokenizer FOLDER" if options.tokenizer else ""),
+        "command": "python -m benchmarks.h200" + (" --vllm SCRIPT" if options.vllm else ""),
         "gpu": torch.cuda.get_device_name(),
         "versions": {name: version(name) for name in ("torch", "triton", *(["vllm"] if options.vllm else []))},
         "ratios": ratios(results, peer_results) | {name: value for name, value in (zipf | served).items() if " / " in name},

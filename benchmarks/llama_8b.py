@@ -11,6 +11,7 @@ from pathlib import Path
 
 import torch
 from safetensors.torch import save_file
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
 HIDDEN, INTERMEDIATE, NUM_LAYERS, NUM_HEADS, NUM_KV_HEADS, HEAD_DIM, VOCABULARY = 4096, 14336, 32, 32, 8, 128, 128256
 LINEARS = {  # name -> (inputs, outputs)
@@ -75,6 +76,7 @@ def make_model(folder: Path) -> Path:
     for name, tensors in _files():
         save_file(tensors, folder / name, metadata={"format": "pt"})
         index |= dict.fromkeys(tensors, name)
+    _tokenizer().save(str(folder / "tokenizer.json"))
     (folder / "model.safetensors.index.json").write_text(json.dumps({"metadata": {}, "weight_map": index}))
     (folder / "config.json").write_text(json.dumps(CONFIG))
     return folder
@@ -97,6 +99,15 @@ def make_adapter(folder: Path, rank: int, seed: int) -> Path:
     config = {"peft_type": "LORA", "task_type": "CAUSAL_LM", "r": rank, "lora_alpha": rank, "target_modules": names, "bias": "none"}
     (folder / "adapter_config.json").write_text(json.dumps(config))
     return folder
+
+
+def _tokenizer() -> Tokenizer:
+    """A token for each byte, and as many more as the model has, so that every one has a text."""
+    vocabulary = [*sorted(pre_tokenizers.ByteLevel.alphabet()), *(f"token{i}" for i in range(256, VOCABULARY))]
+    tokenizer = Tokenizer(models.BPE({token: i for i, token in enumerate(vocabulary)}, []))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    return tokenizer
 
 
 def _files() -> Iterator[tuple[str, dict[str, torch.Tensor]]]:

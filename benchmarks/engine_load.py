@@ -1,0 +1,64 @@
+"""Requests in a closed loop to an engine without HTTP: each client sends its next one when it has the last token of the one before."""
+
+import itertools
+import statistics
+import time
+from collections.abc import Iterable
+from typing import Any, NamedTuple
+
+import msgspec
+
+from benchmarks.gpu_decode import Bench
+from benchmarks.llama_8b import NUM_PROMPT
+from loray.deployments.request import GenerationRequest, TokenEvent
+from loray.models.step import Sampling
+
+
+class Timed(NamedTuple):
+    started: float
+    times: list[float]  # of each token
+
+
+class Load:
+    def __init__(self, bench: Bench) -> None:
+        self._bench = bench
+        self._num_sent = 0
+
+    def run(self, names: Iterable[str], num_clients: int, num_new: int) -> dict[str, Any]:
+        """A request for each adapter's name; an empty one is the base model."""
+        wanted = iter(names)
+        started = time.perf_counter()
+        timed: dict[str, Timed] = {}
+        num_open = sum(self._send(name, num_new, timed) for name in itertools.islice(wanted, num_clients))
+        while num_open:
+            events = msgspec.msgpack.decode(self._bench.socket.recv(), type=list[TokenEvent])
+            now = time.perf_counter()
+            for event in events:
+                assert not event.error, event.message
+                timed[event.request_id].times.extend([now] * len(event.token_ids))
+                if event.is_last:
+                    num_open -= 1
+                    num_open += sum(self._send(name, num_new, timed) for name in itertools.islice(wanted, 1))
+        return _summary(list(timed.values()), time.perf_counter() - started)
+
+    def _send(self, name: str, num_new: int, timed: dict[str, Timed]) -> int:
+        self._num_sent += 1
+        prompt = [(token + 1000 * self._num_sent) % 30000 + 100 for token in range(NUM_PROMPT)]
+        request = GenerationRequest(
+            request_id=str(self._num_sent), prompt_ids=prompt, max_new_tokens=num_new, sampling=Sampling(), ignore_eos=True
+        )
+        timed[request.request_id] = Timed(time.perf_counter(), [])
+        adapter = self._bench.files.find(name) if name else None
+        self._bench.engine.submit(request, adapter, self._bench.address, lambda ending: None)
+        return 1
+
+
+def _summary(timed: list[Timed], seconds: float) -> dict[str, Any]:
+    first = [each.times[0] - each.started for each in timed]
+    gaps = sorted(later - earlier for each in timed for earlier, later in itertools.pairwise(each.times))
+    return {
+        "tokens_per_s": round(sum(len(each.times) for each in timed) / seconds),
+        "ttft_p50_ms": round(1000 * statistics.median(first), 1),
+        "itl_p50_ms": round(1000 * statistics.median(gaps), 2),
+        "itl_p99_ms": round(1000 * gaps[int(0.99 * len(gaps))], 2),
+    }
