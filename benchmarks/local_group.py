@@ -29,11 +29,13 @@ class LocalGroup:
     def load(self) -> list[LoadReport]:
         return [self._pipe.recv()]
 
-    def start(self, num_blocks: int, num_pages: int) -> None:
+    def start(self, num_blocks: int, num_pages: int) -> int:
         self._pipe.send((num_blocks, num_pages))
-        self.pids = [self._pipe.recv()]
+        num_blocks, pid = self._pipe.recv()
+        self.pids = [pid]
         self._pipe.send((self.steps.addresses[0], self._heartbeat.address, self.host_reports.address))
         self._heartbeat.start()
+        return int(num_blocks)
 
     def stop(self) -> None:
         self._is_stopped = True
@@ -48,6 +50,5 @@ class LocalGroup:
 def _run_rank(spec: RankSpec, pipe: Connection) -> None:
     rank = Rank(0, spec)
     pipe.send(rank.load(("", 0)))
-    rank.allocate(*pipe.recv())
-    pipe.send(rank.pid())
+    pipe.send((rank.allocate(*pipe.recv()), rank.pid()))
     rank.run(*pipe.recv())

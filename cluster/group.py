@@ -31,9 +31,9 @@ class RankGroup:
         master = ray.get(self._ranks[0].rendezvous.remote())
         return ray.get([rank.load.remote(master) for rank in self._ranks])
 
-    def start(self, num_blocks: int, num_pages: int) -> None:
-        """Make the pools and listen for steps. From now on a rank that ends, for whatever reason, is a failure."""
-        ray.get([rank.allocate.remote(num_blocks, num_pages) for rank in self._ranks])
+    def start(self, num_blocks: int, num_pages: int) -> int:
+        """Make the pools and listen for steps. How many blocks there are. A rank that ends from now on, however it does, is a failure."""
+        (num_blocks,) = set(ray.get([rank.allocate.remote(num_blocks, num_pages) for rank in self._ranks]))
         self.pids = ray.get([rank.pid.remote() for rank in self._ranks])
         self._runs = [
             rank.run.remote(address, self._heartbeat.address, self.host_reports.address)
@@ -41,6 +41,7 @@ class RankGroup:
         ]
         self._heartbeat.start()
         threading.Thread(target=self._watch, name="rank-watch", daemon=True).start()
+        return num_blocks
 
     def _watch(self) -> None:
         """`run` never returns, so a finished reference is a dead or broken rank."""

@@ -44,6 +44,7 @@ class RankSpec(msgspec.Struct, frozen=True):
     max_total_tokens: int
     block_size: int
     memory_fraction: float
+    has_float8_cache: bool = False
     implementation: Literal["native", "transformers"] = "native"
     trust_remote_code: bool = False
     quantization: str | None = None
@@ -87,7 +88,7 @@ class Rank:
         parallel = init_parallel(self._rank, spec.world_size, master[0], master[1], device)
         dtype = getattr(torch, spec.dtype)
         sizes = spec.max_running, spec.max_total_tokens, spec.block_size
-        return Runner(Path(spec.model_path), parallel, device, dtype, *sizes, spec.trust_remote_code)
+        return Runner(Path(spec.model_path), parallel, device, dtype, *sizes, spec.trust_remote_code, spec.has_float8_cache)
 
     def _hosted_runner(self, device: "torch.device") -> "CausalLMRunner":
         import torch
@@ -101,8 +102,9 @@ class Rank:
         dtype = getattr(torch, spec.dtype)
         return CausalLMRunner(Path(spec.model_path), device, dtype, spec.max_running, spec.max_total_tokens, spec.block_size, options)
 
-    def allocate(self, num_blocks: int, num_pages: int) -> None:
-        self._runner.allocate(num_blocks, num_pages)
+    def allocate(self, num_blocks: int, num_pages: int) -> int:
+        """How many blocks it came to."""
+        return self._runner.allocate(num_blocks, num_pages)
 
     def run(self, steps: Address, heartbeat: Address, host_reports: Address) -> None:
         """Execute steps until the driver is gone."""

@@ -48,8 +48,8 @@ class KVCacheArgs(Section):
     """Share of a GPU's memory for weights, adapters and KV blocks together."""
     cpu_bytes: ByteSize = Field(default=ByteSize(GIB), gt=0)
     """Bytes for KV blocks on each rank when serving on a CPU."""
-    dtype: Literal["auto"] = "auto"
-    """auto: the model's dtype."""
+    dtype: Literal["auto", "fp8"] = "auto"
+    """auto: the model's dtype. fp8: float8 (e4m3) with scales for each layer, on a GPU: twice the blocks, and slightly other logits."""
 
 
 class SchedulerArgs(Section):

@@ -182,7 +182,7 @@ def start_engine(
 ) -> Engine:
     """Makes the ranks' pools and sets them and the engine to work."""
     num_blocks, num_pages = size_pools(args, reports)
-    group.start(num_blocks, num_pages)
+    num_blocks = group.start(num_blocks, num_pages)
     page_bytes = max(report.page_bytes for report in reports)
     tiers = AdapterTiers(AdapterTable(num_pages), HostTier(args.adapters.host_bytes, page_bytes))
     blocks = BlockPool(num_blocks, BLOCK_SIZE, has_cache=reports[0].has_blocks)
@@ -230,6 +230,7 @@ def rank_spec(args: ServerArgs, folder: Path) -> RankSpec:
         max_total_tokens=min(args.model.max_total_tokens, limits.max_position_embeddings or args.model.max_total_tokens),
         block_size=BLOCK_SIZE,
         memory_fraction=args.kv_cache.memory_fraction,
+        has_float8_cache=args.kv_cache.dtype == "fp8",
         implementation=check_model(args),
         trust_remote_code=args.model.trust_remote_code,
         quantization=args.model.quantization,

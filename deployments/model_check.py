@@ -14,6 +14,8 @@ def check_model(args: ServerArgs, *, verify: bool = False) -> Implementation:
             raise ValueError(f"model.quantization: {args.model.quantization} needs a GPU, and implementation auto or transformers")
         wanted = "transformers"
     implementation = choose(config, wanted, args.model.trust_remote_code)
+    if args.kv_cache.dtype == "fp8" and (implementation != "native" or args.device == "cpu"):
+        raise ValueError("kv_cache.dtype: fp8 needs a GPU and a model that loray runs natively")
     ranks = args.tensor_parallel_size
     if implementation == "transformers" and ranks > 1:
         names = ", ".join(architecture_names(config))

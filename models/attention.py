@@ -15,6 +15,7 @@ from loray.kernels.prefix_gather import gather_prefix
 from loray.kernels.rotary import rotate_and_store
 from loray.kernels.varlen_attention import FLASH_ATTN, TORCH_VARLEN, backend, varlen_attention
 from loray.models.batch import AttentionGroup, Batch, PagedWork
+from loray.models.kv_cache import LayerKV
 from loray.models.shards import HeadShard
 
 Rope = tuple[Tensor, Tensor]  # cos, sin of this step's positions
@@ -28,13 +29,13 @@ class PagedAttention:
         self.scoring = scoring
         self.is_upcast = is_upcast  # in float32, whatever the model's dtype
 
-    def __call__(self, qkv: Parted, rope: Rope | None, kv_cache: Tensor, batch: Batch) -> Tensor:
+    def __call__(self, qkv: Parted, rope: Rope | None, kv_cache: LayerKV, batch: Batch) -> Tensor:
         """qkv [num_tokens, (num_heads + 2 * num_kv_heads) * head_dim] -> [num_tokens, num_heads * head_dim]; qkv is overwritten."""
-        rotate_and_store(qkv, rope, kv_cache, batch.kv_slots, self.num_heads)
+        rotate_and_store(qkv, rope, kv_cache.blocks, batch.kv_slots, self.num_heads, kv_cache.scales)
         heads = qkv.y.view(len(qkv.y), -1, self.head_dim)
         return self._attend(heads[:, : self.num_heads], kv_cache, batch).reshape(len(heads), -1)
 
-    def _attend(self, q: Tensor, kv: Tensor, batch: Batch) -> Tensor:
+    def _attend(self, q: Tensor, kv: LayerKV, batch: Batch) -> Tensor:
         """Each query against the keys of its own sequence up to itself.
 
         q [num_tokens, num_heads, head_dim] -> the same; kv is one layer of the cache and already holds this step's keys and values.
@@ -43,22 +44,22 @@ class PagedAttention:
         if isinstance(work, PagedWork):
             return _attend_paged(q, kv, work, self.scoring)
         if len(work) == 1 and isinstance(work[0].tokens, slice):
-            return _attend_group(q, kv, work[0], self.scoring, self.is_upcast)
+            return _attend_group(q, kv.blocks, work[0], self.scoring, self.is_upcast)
         out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
         for group in work:
-            out[group.tokens] = _attend_group(q, kv, group, self.scoring, self.is_upcast)
+            out[group.tokens] = _attend_group(q, kv.blocks, group, self.scoring, self.is_upcast)
         return out
 
 
-def _attend_paged(q: Tensor, cache: Tensor, work: PagedWork, scoring: Scoring) -> Tensor:
+def _attend_paged(q: Tensor, layer: LayerKV, work: PagedWork, scoring: Scoring) -> Tensor:
     """Kernels add up in float32 in any case."""
     count = work.num_decodes
     parts = []
     if count:
-        kv = PagedKV(cache, work.block_table[:count], work.context_lens[:count])
+        kv = PagedKV(layer.blocks, work.block_table[:count], work.context_lens[:count], layer.scales)
         parts.append(paged_attention(q[:count], kv, scoring))
     if work.prompts is not None:
-        kv = PagedKV(cache, work.block_table[count:], work.context_lens[count:])
+        kv = PagedKV(layer.blocks, work.block_table[count:], work.context_lens[count:], layer.scales)
         parts.append(_attend_prompts(q[count:], kv, work.prompts, scoring))
     return parts[0] if len(parts) == 1 else torch.cat(parts)
 

@@ -74,10 +74,11 @@ class CausalLMRunner:
         )
 
     @torch.inference_mode()
-    def allocate(self, num_blocks: int, num_pages: int) -> None:
+    def allocate(self, num_blocks: int, num_pages: int) -> int:
         """Padded batches grow as they need. Between steps a row of n tokens holds less than 2n columns, or at most 256 where n is less:
         at worst twice what the driver's blocks stand for, beyond those 256. A forward holds what it extends twice, old and new."""
         self._lora.allocate(num_pages)
+        return num_blocks
 
     def waits_for(self, step: Step) -> bool:
         return True

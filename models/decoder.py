@@ -7,6 +7,7 @@ from typing import ClassVar
 from torch import Tensor, nn
 
 from loray.models.batch import Batch
+from loray.models.kv_cache import LayerKV
 from loray.models.shards import HeadShard
 from loray.models.vocabulary import Head
 
@@ -25,7 +26,7 @@ class Decoder(nn.Module, ABC):
         self.kv_shape = (num_layers, heads.kv.size, head_dim)
 
     @abstractmethod
-    def hidden(self, batch: Batch, kv_caches: Sequence[Tensor]) -> Tensor:
+    def hidden(self, batch: Batch, kv_caches: Sequence[LayerKV]) -> Tensor:
         """[num_tokens, hidden], as the head takes them; one cache for each layer, [num_blocks, block_size, 2 * num_kv_heads, head_dim]."""
 
     def logits(self, hidden: Tensor, batch: Batch) -> Tensor:

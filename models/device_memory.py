@@ -1,4 +1,6 @@
-"""How much of a GPU a rank may still take."""
+"""How much of a GPU a rank may still take, and what to do when it took too much."""
+
+import gc
 
 import torch
 
@@ -9,3 +11,15 @@ def free_bytes(device: torch.device, memory_fraction: float) -> int:
         return 0
     free, total = torch.cuda.mem_get_info(device)
     return max(0, int(total * memory_fraction) - (total - free))
+
+
+def is_out_of_memory(error: RuntimeError) -> bool:
+    """On a GPU or, in other words, on a CPU."""
+    return isinstance(error, torch.OutOfMemoryError) or "can't allocate memory" in str(error)
+
+
+def release(device: torch.device) -> None:
+    """What nobody holds any more goes back to the device."""
+    gc.collect()
+    if device.type == "cuda":
+        torch.cuda.empty_cache()

@@ -9,6 +9,7 @@ from loray.kernels.attention import Scoring
 from loray.models.attention import PagedAttention
 from loray.models.batch import Batch
 from loray.models.decoder import Decoder
+from loray.models.kv_cache import LayerKV
 from loray.models.layers import PositionEmbedding, activation
 from loray.models.linear import column_linear, row_linear
 from loray.models.parallel import Parallel
@@ -31,7 +32,7 @@ class GPT2Attention(nn.Module):
             scale /= layer + 1
         self.attention = PagedAttention(heads, head_dim, Scoring(scale), config.reorder_and_upcast_attn)
 
-    def forward(self, x: Tensor, kv_cache: Tensor, batch: Batch) -> Tensor:
+    def forward(self, x: Tensor, kv_cache: LayerKV, batch: Batch) -> Tensor:
         return self.c_proj(self.attention(self.c_attn.parted(x, batch), None, kv_cache, batch), batch)
 
 
@@ -56,7 +57,7 @@ class GPT2Block(nn.Module):
         self.ln_2 = nn.LayerNorm(config.hidden_size, config.layer_norm_epsilon)
         self.mlp = GPT2MLP(config, parallel)
 
-    def forward(self, x: Tensor, kv_cache: Tensor, batch: Batch) -> Tensor:  # [num_tokens, hidden] -> same
+    def forward(self, x: Tensor, kv_cache: LayerKV, batch: Batch) -> Tensor:  # [num_tokens, hidden] -> same
         x = x + self.attn(self.ln_1(x), kv_cache, batch)
         return x + self.mlp(self.ln_2(x), batch)
 
@@ -69,7 +70,7 @@ class GPT2Model(nn.Module):
         self.h = nn.ModuleList(GPT2Block(config, parallel, layer) for layer in range(config.num_hidden_layers))
         self.ln_f = nn.LayerNorm(config.hidden_size, config.layer_norm_epsilon)
 
-    def forward(self, batch: Batch, kv_caches: Sequence[Tensor]) -> Tensor:
+    def forward(self, batch: Batch, kv_caches: Sequence[LayerKV]) -> Tensor:
         x = self.wte(batch) + self.wpe(batch.positions)
         for block, kv_cache in zip(self.h, kv_caches, strict=True):
             x = block(x, kv_cache, batch)
@@ -89,5 +90,5 @@ class GPT2LMHeadModel(Decoder):
         tied_to = self.transformer.wte if config.tie_word_embeddings else None
         self.lm_head = Head(config.vocab_size, config.hidden_size, parallel, tied_to)
 
-    def hidden(self, batch: Batch, kv_caches: Sequence[Tensor]) -> Tensor:
+    def hidden(self, batch: Batch, kv_caches: Sequence[LayerKV]) -> Tensor:
         return self.transformer(batch, kv_caches)

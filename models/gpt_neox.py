@@ -9,6 +9,7 @@ from loray.kernels.attention import Scoring
 from loray.models.attention import PagedAttention, Rope
 from loray.models.batch import Batch
 from loray.models.decoder import Decoder
+from loray.models.kv_cache import LayerKV
 from loray.models.layers import activation
 from loray.models.linear import column_linear, row_linear
 from loray.models.parallel import Parallel
@@ -29,7 +30,7 @@ class GPTNeoXAttention(nn.Module):
         self.dense = row_linear("dense", (hidden, heads.query.scaled(head_dim)), hidden, bias, parallel)
         self.attention = PagedAttention(heads, head_dim, Scoring(head_dim**-0.5))
 
-    def partial(self, x: Tensor, rope: Rope, kv_cache: Tensor, batch: Batch) -> Tensor:
+    def partial(self, x: Tensor, rope: Rope, kv_cache: LayerKV, batch: Batch) -> Tensor:
         return self.dense.partial(self.attention(self.query_key_value.parted(x, batch), rope, kv_cache, batch), batch)
 
 
@@ -56,7 +57,7 @@ class GPTNeoXLayer(nn.Module):
         self._is_parallel_residual = config.use_parallel_residual
         self._all_reduce = parallel.all_reduce
 
-    def forward(self, x: Tensor, rope: Rope, kv_cache: Tensor, batch: Batch) -> Tensor:  # [num_tokens, hidden] -> same
+    def forward(self, x: Tensor, rope: Rope, kv_cache: LayerKV, batch: Batch) -> Tensor:  # [num_tokens, hidden] -> same
         attended = self.attention.partial(self.input_layernorm(x), rope, kv_cache, batch)
         if self._is_parallel_residual:  # one sum over the ranks for both
             return x + self._all_reduce(attended + self.mlp.partial(self.post_attention_layernorm(x), batch))
@@ -73,7 +74,7 @@ class GPTNeoXModel(nn.Module):
         rotary_dim = int(config.hidden_size // config.num_attention_heads * config.rope_parameters.get("partial_rotary_factor", 1.0))
         self.rotary_emb = RotaryEmbedding(config, rotary_dim, max_total_tokens)
 
-    def forward(self, batch: Batch, kv_caches: Sequence[Tensor]) -> Tensor:
+    def forward(self, batch: Batch, kv_caches: Sequence[LayerKV]) -> Tensor:
         x = self.embed_in(batch)
         rope = self.rotary_emb(batch.positions)
         for layer, kv_cache in zip(self.layers, kv_caches, strict=True):
@@ -93,5 +94,5 @@ class GPTNeoXForCausalLM(Decoder):
         tied_to = self.gpt_neox.embed_in if config.tie_word_embeddings else None
         self.lm_head = Head(config.vocab_size, config.hidden_size, parallel, tied_to)
 
-    def hidden(self, batch: Batch, kv_caches: Sequence[Tensor]) -> Tensor:
+    def hidden(self, batch: Batch, kv_caches: Sequence[LayerKV]) -> Tensor:
         return self.gpt_neox(batch, kv_caches)

@@ -12,6 +12,7 @@ from loray.kernels.delta import Parted
 from loray.models.attention import PagedAttention, Rope
 from loray.models.batch import Batch
 from loray.models.decoder import Decoder
+from loray.models.kv_cache import LayerKV
 from loray.models.layers import RMSNorm, activation
 from loray.models.linear import column_linear, row_linear
 from loray.models.llama_variant import Variant, head_dim_of, variant_of
@@ -39,7 +40,7 @@ class LlamaAttention(nn.Module):
         self.k_norm = RMSNorm(head_dim, config.rms_norm_eps, variant.norm_offset) if variant.has_qk_norm else None
         self.attention = PagedAttention(heads, head_dim, Scoring(variant.score_scale, window, variant.score_cap))
 
-    def forward(self, x: Tensor, rope: Rope, kv_cache: Tensor, batch: Batch) -> Parted:
+    def forward(self, x: Tensor, rope: Rope, kv_cache: LayerKV, batch: Batch) -> Parted:
         qkv = self.qkv_proj.parted(x, batch)
         if self.q_norm is not None and self.k_norm is not None:
             qkv = Parted(qkv.joined())
@@ -77,7 +78,7 @@ class LlamaDecoderLayer(nn.Module):
         self.post_attention_layernorm = rms_norm(config, variant)
         self._scale = variant.residual_scale
 
-    def forward(self, x: Tensor, added: Parted | None, rope: Rope, kv_cache: Tensor, batch: Batch) -> Parted:
+    def forward(self, x: Tensor, added: Parted | None, rope: Rope, kv_cache: LayerKV, batch: Batch) -> Parted:
         """x [num_tokens, hidden], in place: all but what comes back is added to it."""
         added = self.self_attn(add_norm(self.input_layernorm, x, added, self._scale), rope, kv_cache, batch)
         return self.mlp(add_norm(self.post_attention_layernorm, x, added, self._scale), batch)
@@ -91,7 +92,7 @@ class PostNormDecoderLayer(LlamaDecoderLayer):
         self.pre_feedforward_layernorm = rms_norm(config, variant)
         self.post_feedforward_layernorm = rms_norm(config, variant)
 
-    def forward(self, x: Tensor, added: Parted | None, rope: Rope, kv_cache: Tensor, batch: Batch) -> Parted:
+    def forward(self, x: Tensor, added: Parted | None, rope: Rope, kv_cache: LayerKV, batch: Batch) -> Parted:
         attended = self.self_attn(add_norm(self.input_layernorm, x, added), rope, kv_cache, batch)
         normed = self.pre_feedforward_layernorm.add(x, Parted(self.post_attention_layernorm(attended.joined())))
         return Parted(self.post_feedforward_layernorm(self.mlp(normed, batch).joined()))
@@ -111,7 +112,7 @@ class LlamaModel(nn.Module):
         # Rounded to the model's dtype, as Gemma does it.
         self._embedding_scale = torch.tensor(variant.embedding_scale, dtype=torch.get_default_dtype(), device="cpu").item()
 
-    def forward(self, batch: Batch, kv_caches: Sequence[Tensor]) -> Tensor:
+    def forward(self, batch: Batch, kv_caches: Sequence[LayerKV]) -> Tensor:
         variant = self._variant
         x = self.embed_tokens(batch)
         if variant.embedding_scale != 1:
@@ -153,7 +154,7 @@ class LlamaForCausalLM(Decoder):
         self.lm_head = Head(config.vocab_size, config.hidden_size, parallel, tied_to)
         self._logit_scale, self._logit_cap = variant.logit_scale, variant.logit_cap
 
-    def hidden(self, batch: Batch, kv_caches: Sequence[Tensor]) -> Tensor:
+    def hidden(self, batch: Batch, kv_caches: Sequence[LayerKV]) -> Tensor:
         return self.model(batch, kv_caches)
 
     def logits(self, hidden: Tensor, batch: Batch) -> Tensor:

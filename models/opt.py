@@ -9,6 +9,7 @@ from loray.kernels.attention import Scoring
 from loray.models.attention import PagedAttention
 from loray.models.batch import Batch
 from loray.models.decoder import Decoder
+from loray.models.kv_cache import LayerKV
 from loray.models.layers import PositionEmbedding, activation
 from loray.models.linear import column_linear, row_linear, whole_linear
 from loray.models.parallel import Parallel
@@ -27,7 +28,7 @@ class OPTAttention(nn.Module):
         self.out_proj = row_linear("out_proj", (hidden, part), hidden, bias, parallel)
         self.attention = PagedAttention(heads, head_dim, Scoring(head_dim**-0.5))
 
-    def forward(self, x: Tensor, kv_cache: Tensor, batch: Batch) -> Tensor:
+    def forward(self, x: Tensor, kv_cache: LayerKV, batch: Batch) -> Tensor:
         return self.out_proj(self.attention(self.qkv_proj.parted(x, batch), None, kv_cache, batch), batch)
 
 
@@ -44,7 +45,7 @@ class OPTDecoderLayer(nn.Module):
         self.final_layer_norm = layer_norm(config)
         self._is_pre_norm = config.do_layer_norm_before
 
-    def forward(self, x: Tensor, kv_cache: Tensor, batch: Batch) -> Tensor:  # [num_tokens, hidden] -> same
+    def forward(self, x: Tensor, kv_cache: LayerKV, batch: Batch) -> Tensor:  # [num_tokens, hidden] -> same
         if self._is_pre_norm:
             x = x + self.self_attn(self.self_attn_layer_norm(x), kv_cache, batch)
             return x + self._mlp(self.final_layer_norm(x), batch)
@@ -67,7 +68,7 @@ class OPTDecoder(nn.Module):
         self.final_layer_norm = layer_norm(config) if has_final_norm else None
         self.layers = nn.ModuleList(OPTDecoderLayer(config, parallel) for _ in range(config.num_hidden_layers))
 
-    def forward(self, batch: Batch, kv_caches: Sequence[Tensor]) -> Tensor:
+    def forward(self, batch: Batch, kv_caches: Sequence[LayerKV]) -> Tensor:
         x = self.embed_tokens(batch)
         if self.project_in is not None:
             x = self.project_in(x, batch)
@@ -95,7 +96,7 @@ class OPTForCausalLM(Decoder):
         tied_to = self.model.decoder.embed_tokens if config.tie_word_embeddings else None
         self.lm_head = Head(config.vocab_size, config.word_embed_proj_dim, parallel, tied_to)
 
-    def hidden(self, batch: Batch, kv_caches: Sequence[Tensor]) -> Tensor:
+    def hidden(self, batch: Batch, kv_caches: Sequence[LayerKV]) -> Tensor:
         return self.model.decoder(batch, kv_caches)
 
 

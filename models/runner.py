@@ -2,8 +2,6 @@
 
 import logging
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 
@@ -18,11 +16,14 @@ from loray.kernels.greedy import greedy
 from loray.kernels.varlen_attention import backend
 from loray.models.attention_groups import GroupPlanner
 from loray.models.batch import Batch
+from loray.models.born_on import born_on
 from loray.models.cuda_graph import DecodeGraphs, DecodeOutput
 from loray.models.decode_inputs import DecodeInputs
-from loray.models.device_memory import free_bytes
+from loray.models.device_memory import free_bytes, is_out_of_memory, release
+from loray.models.device_support import check_device
 from loray.models.grammar_masks import GrammarMasks
-from loray.models.kv_cache import KVCache
+from loray.models.kv_cache import FLOAT8, KVCache
+from loray.models.kv_scales import NUM_TOKENS, measured_scales, random_prompt
 from loray.models.launched import Launched
 from loray.models.layout import Layout, lay_out
 from loray.models.loader import load_weights
@@ -36,10 +37,11 @@ from loray.models.prompt_logprobs import MAX_PIECE, PromptLogprobs
 from loray.models.registry import model_class
 from loray.models.slot_sampling import Drawn, SlotSampling
 from loray.models.slots import Slots
-from loray.models.step import Admission, LoadReport, Row, Step, StepResult
+from loray.models.step import Admission, LoadReport, Row, Sampling, Step, StepResult
 from loray.models.to_host import ToHost
 
 logger = logging.getLogger("loray.runner")
+FEWER_BLOCKS = 0.9  # of those that did not fit
 
 
 class Runner:
@@ -55,13 +57,16 @@ class Runner:
         max_total_tokens: int,
         block_size: int = 16,
         trust_remote_code: bool = False,
+        has_float8_cache: bool = False,
     ) -> None:
         started = time.perf_counter()
         config = AutoConfig.from_pretrained(model_path)
-        with _born_on(device, dtype), torch.inference_mode():
+        with born_on(device, dtype), torch.inference_mode():
             self._model = model_class(config)(config, parallel, max_total_tokens)
+            check_device(device, self._model.kv_shape[2], has_float8_cache)
             self._weight_bytes = load_weights(self._model, model_path)
         self._load_seconds = time.perf_counter() - started
+        self._vocab_size = int(config.get_text_config().vocab_size)
         self._parallel = parallel
         self._device, self._dtype, self._block_size = device, dtype, block_size
         self._lora = LoraPool(self._model, parallel)
@@ -76,6 +81,7 @@ class Runner:
         self._prompts = PromptLogprobs()
         self.grammars = GrammarMasks(model_path, trust_remote_code, is_timed=parallel.rank == 0)
         self._sampling = SlotSampling(self._tokens, self.grammars, parallel)
+        self._has_float8_cache = has_float8_cache
         self._kv_cache: KVCache | None = None
         self._graphs: DecodeGraphs | None = None
         self._last: Launched | None = None
@@ -89,7 +95,7 @@ class Runner:
             attention=self._attention(),
             weight_bytes=self._weight_bytes,
             load_seconds=self._load_seconds,
-            block_bytes=num_layers * self._block_size * 2 * num_kv_heads * head_dim * self._dtype.itemsize,
+            block_bytes=num_layers * self._block_size * 2 * num_kv_heads * head_dim * self._kv_dtype.itemsize,
             page_bytes=self._lora.page_bytes,
             free_bytes=free_bytes(self._device, memory_fraction),
             has_blocks=True,
@@ -100,15 +106,68 @@ class Runner:
         """For people: who attends decodes, and who prompts."""
         if self._table is None:
             return "sdpa"
-        return f"triton paged, prompts {backend(self._device, self._dtype, self._dtype, self._model.kv_shape[2], Scoring(1.0))}"
+        return f"triton paged, prompts {backend(self._device, self._dtype, self._kv_dtype, self._model.kv_shape[2], Scoring(1.0))}"
 
-    def allocate(self, num_blocks: int, num_pages: int) -> None:
-        num_layers, num_kv_heads, head_dim = self._model.kv_shape
-        with _born_on(self._device, self._dtype), torch.inference_mode():
-            self._kv_cache = KVCache(num_layers, num_blocks, self._block_size, num_kv_heads, head_dim)
+    def allocate(self, num_blocks: int, num_pages: int) -> int:
+        """How many blocks it came to, the same on every rank: fewer where so many do not fit."""
+        with born_on(self._device, self._dtype), torch.inference_mode():
             self._lora.allocate(num_pages)
+            scales = self._measured_scales() if self._has_float8_cache else None
+            while not self._has_room(num_blocks, num_pages, scales):
+                fewer = int(num_blocks * FEWER_BLOCKS)
+                logger.warning(
+                    "out of memory with %d KV blocks: trying %d; a lower kv_cache.memory_fraction avoids this", num_blocks, fewer
+                )
+                if not fewer:
+                    raise MemoryError("there is no room for a single KV block")
+                num_blocks = fewer
+        return num_blocks
+
+    def _has_room(self, num_blocks: int, num_pages: int, scales: Tensor | None) -> bool:
+        """Makes the cache, and the graphs that need it."""
+        is_full = False
+        try:
+            self._kv_cache = self._make_cache(num_blocks, scales)
             if self._device.type == "cuda" and self._table:
                 self._graphs = self._captured(self._table, has_lora=num_pages > 0)
+        except RuntimeError as error:
+            if not is_out_of_memory(error):
+                raise
+            is_full = True
+        is_full = self._parallel.any_rank([is_full], self._device)[0]
+        if is_full:
+            self._kv_cache = self._graphs = None
+            release(self._device)
+        return not is_full
+
+    @property
+    def _kv_dtype(self) -> torch.dtype:
+        return FLOAT8 if self._has_float8_cache else self._dtype
+
+    def _make_cache(self, num_blocks: int, scales: Tensor | None) -> KVCache:
+        num_layers, num_kv_heads, head_dim = self._model.kv_shape
+        return KVCache(num_layers, num_blocks, (self._block_size, num_kv_heads, head_dim), scales)
+
+    def _measured_scales(self) -> Tensor:
+        """[num_layers, 2] float32"""
+        num_tokens = min(NUM_TOKENS, self._tokens.shape[1] - 1)
+        num_blocks = -(-num_tokens // self._block_size)
+        prompt = random_prompt(self._vocab_size, num_tokens)
+        step = Step(0, [], [Admission(0, prompt, [], 0, [], Sampling())], [Row(0, num_tokens, list(range(num_blocks)), True)])
+
+        def make(scales: Tensor | None) -> KVCache:
+            cache = self._make_cache(num_blocks, scales)
+            for blocks, _ in cache.layers:
+                blocks.zero_()
+            return cache
+
+        def last_logits(cache: KVCache) -> Tensor:
+            self._admit(step.admissions[0])
+            self._extend(step, cache)
+            batch = self._planner.batch(lay_out(step.rows, self._slots, self._block_size))
+            return self._model.logits(self._model.hidden(batch, cache.layers)[-self._block_size :], batch)
+
+        return measured_scales(make, last_logits)
 
     def _captured(self, table: PagedTable, has_lora: bool) -> DecodeGraphs:
         max_rows = len(self._tokens) - 1
@@ -227,15 +286,3 @@ class Runner:
         new_blocks = [block_id for row in step.rows for block_id in row.new_block_ids]
         if new_blocks:
             kv_cache.clear(torch.tensor(new_blocks).to(self._device, non_blocking=True))
-
-
-@contextmanager
-def _born_on(device: torch.device, dtype: torch.dtype) -> Iterator[None]:
-    """Tensors made inside lie on this device, floats among them in this dtype."""
-    previous = torch.get_default_dtype()
-    torch.set_default_dtype(dtype)
-    try:
-        with device:
-            yield
-    finally:
-        torch.set_default_dtype(previous)

@@ -19,9 +19,9 @@ def folder(tmp_path: Path) -> Path:
     return tmp_path
 
 
-def args_for(folder: Path, config: dict[str, Any], ranks: int = 1, **model: Any) -> ServerArgs:
+def args_for(folder: Path, config: dict[str, Any], ranks: int = 1, device: str = "cpu", kv_dtype: str = "auto", **model: Any) -> ServerArgs:
     (folder / "config.json").write_text(json.dumps(config))
-    tree = {"model": {"id": str(folder), **model}, "device": "cpu", "tensor_parallel_size": ranks}
+    tree = {"model": {"id": str(folder), **model}, "device": device, "tensor_parallel_size": ranks, "kv_cache": {"dtype": kv_dtype}}
     return ServerArgs.model_validate(tree)
 
 
@@ -40,6 +40,8 @@ def test_a_model_is_served_natively_or_through_transformers(folder: Path) -> Non
         ({"architectures": ["BertForMaskedLM"]}, {}, "no causal language model with a key-value cache"),
         ({"architectures": ["BloomForCausalLM"]}, {"implementation": "native"}, "native does not know BloomForCausalLM"),
         ({"architectures": ["LlamaForCausalLM"]}, {"quantization": "bitsandbytes-8bit"}, "needs a GPU"),
+        ({"architectures": ["LlamaForCausalLM"]}, {"kv_dtype": "fp8"}, "kv_cache.dtype: fp8 needs a GPU"),
+        ({"architectures": ["BloomForCausalLM"]}, {"kv_dtype": "fp8", "device": "cuda"}, "a model that loray runs natively"),
     ],
 )
 def test_a_refusal_says_why_in_one_line(folder: Path, config: dict[str, Any], settings: dict[str, Any], words: str) -> None:

@@ -50,8 +50,9 @@ def info_of(args: ServerArgs, folder: Path) -> tuple[dict[str, Any], Engine]:
     """What a driver with such a cache says, and its engine, which runs."""
     steps = RankInProcess()
 
-    def allocate(num_blocks: int, num_pages: int) -> None:
+    def allocate(num_blocks: int, num_pages: int) -> int:
         steps.rank = SimulatedRank(num_blocks, BLOCK_SIZE, num_pages)
+        return num_blocks
 
     group: Any = SimpleNamespace(start=allocate, steps=steps, host_reports=SimpleNamespace(start=lambda on_prepared: None))
     engine = start_engine(args, group, [report()], (), on_failure=lambda reason: pytest.fail(reason))

@@ -143,7 +143,7 @@ def test_what_a_former_owner_left_in_a_block_cannot_reach_its_next_owner(base: P
     expected = conductor.generate(prompt)
     assert conductor.runner._kv_cache is not None
     with torch.inference_mode():
-        for layer in conductor.runner._kv_cache.layers:
+        for layer, _ in conductor.runner._kv_cache.layers:
             layer.fill_(float("nan"))
     requests = [Request(prompt), Request(prompt_of(30, seed=1))]
     assert conductor.play(requests)[0].logprobs == pytest.approx(expected.logprobs, abs=1e-4)

@@ -52,14 +52,14 @@ def test_a_decode_from_fixed_buffers_gives_the_tokens_of_any_other_and_touches_n
         decodes = [Row(row.slot, 1, [], True) for row in rows]
         layout = lay_out(decodes, runner._slots, 16)
         inputs.fill(layout, num_rows=8)
-        tokens, cache = runner._tokens.clone(), [layer.clone() for layer in runner._kv_cache.layers]
+        tokens, cache = runner._tokens.clone(), [layer.blocks.clone() for layer in runner._kv_cache.layers]
         with torch.inference_mode():
             output = runner._decode(inputs.batch(8, has_lora=False))
             inputs.keep(output.token_ids)
         found, written = output.token_ids[:3].tolist(), runner._tokens.clone()
         changed = (written != tokens).nonzero()[:, 0].unique().tolist()
         assert set(changed) <= {0, 3, 5, 8}  # 8: the row of nobody
-        for before, layer in zip(cache, runner._kv_cache.layers, strict=True):
+        for before, (layer, _) in zip(cache, runner._kv_cache.layers, strict=True):
             where = (layer.view(torch.int32) != before.view(torch.int32)).flatten(2).any(2).nonzero()  # what nobody wrote may be NaN
             assert {int(block) * 16 + int(offset) for block, offset in where} == set(layout.kv_slots.tolist())
         runner._tokens.copy_(tokens)  # the same once more, as other steps are computed

@@ -1,0 +1,30 @@
+"""Refuses a GPU that the kernels can't run on, by what it lacks. Imports nothing of a GPU."""
+
+import torch
+
+OLDEST = (8, 0)  # compute capability: Ampere; Triton makes no code for tensor cores before it
+OLDEST_WITH_FLOAT8 = (8, 9)
+MAX_HEAD_DIM = 256
+
+
+class UnsupportedDevice(ValueError):
+    """The message says what is supported."""
+
+
+def check_device(device: torch.device, head_dim: int, has_float8_cache: bool) -> None:
+    if device.type == "cuda":
+        check_gpu(torch.cuda.get_device_name(device), torch.cuda.get_device_capability(device), head_dim, has_float8_cache)
+
+
+def check_gpu(name: str, capability: tuple[int, int], head_dim: int, has_float8_cache: bool) -> None:
+    if capability < OLDEST:
+        raise UnsupportedDevice(f"{name} has compute capability {_shown(capability)}; loray needs {_shown(OLDEST)} (A100) or newer")
+    if has_float8_cache and capability < OLDEST_WITH_FLOAT8:
+        needed = f"{_shown(OLDEST_WITH_FLOAT8)} (L4, H100) or newer"
+        raise UnsupportedDevice(f"kv_cache.dtype: fp8 needs compute capability {needed}; {name} has {_shown(capability)}: use auto")
+    if head_dim > MAX_HEAD_DIM:
+        raise UnsupportedDevice(f"the model has heads of {head_dim}; on a GPU loray attends heads of up to {MAX_HEAD_DIM}")
+
+
+def _shown(capability: tuple[int, int]) -> str:
+    return ".".join(map(str, capability))

@@ -1,0 +1,74 @@
+"""Keys and values in float8, on a CPU with the kernels' twins: nearly the logits of a cache in full, in half or a quarter of the bytes."""
+
+import logging
+from pathlib import Path
+
+import pytest
+import torch
+
+from loray.models import runner as runner_module
+from loray.models.kv_cache import FLOAT8, KVCache
+from loray.models.parallel import Parallel
+from loray.models.runner import Runner
+from loray.models.step import Admission, Row, Sampling, Step
+from tests.models.conductor import prompt_of
+
+NUM_BLOCKS = 24
+
+
+def make_runner(base: Path, has_float8_cache: bool) -> Runner:
+    device = torch.device("cpu")
+    runner = Runner(base, Parallel(), device, torch.float32, 4, 128, has_float8_cache=has_float8_cache)
+    assert runner.allocate(NUM_BLOCKS, 8) == NUM_BLOCKS
+    return runner
+
+
+@pytest.fixture(autouse=True)
+def paged(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(runner_module, "uses_triton", lambda device: True)
+
+
+def first_tokens(runner: Runner) -> list[tuple[int, float]]:
+    """The first three and their log-probabilities, of a prompt in two chunks."""
+    prompt = prompt_of(40)
+    rows = [Row(1, 24, [3, 7], False), Row(1, 16, [5], True), Row(1, 1, [], True), Row(1, 1, [], True)]
+    admissions = [[Admission(1, prompt, [], 0, [], Sampling())], [], [], []]
+    found = []
+    for number, (row, admitted) in enumerate(zip(rows, admissions, strict=True)):
+        result = runner.execute(Step(number, [], admitted, [row]))
+        found += zip(result.token_ids, result.logprobs, strict=True)
+    return found
+
+
+def test_it_gives_nearly_the_same_and_takes_a_quarter_of_the_bytes(base: Path) -> None:
+    exact, small = make_runner(base, False), make_runner(base, True)
+    assert small.report(0.5).block_bytes * 4 == exact.report(0.5).block_bytes
+    for (_, expected), (_, found) in zip(first_tokens(exact), first_tokens(small), strict=True):
+        assert found == pytest.approx(expected, abs=0.1)
+        assert found != expected
+
+
+def test_every_layer_has_scales_that_leave_room_above_what_the_prompt_had(base: Path) -> None:
+    cache = make_runner(base, True)._kv_cache
+    assert cache is not None
+    scales = torch.stack([layer.scales for layer in cache.layers if layer.scales is not None])
+    assert len(scales) == len(cache.layers) and len(scales.unique()) == scales.numel()
+    assert all(layer.blocks.dtype == FLOAT8 for layer in cache.layers)
+
+
+def test_the_largest_key_and_value_are_found_whatever_their_sign() -> None:
+    cache = KVCache(2, 3, (4, 2, 8))
+    for blocks, _ in cache.layers:
+        blocks.zero_()
+    cache.layers[0].blocks[2, 1, 1, 5] = -3.0  # a key
+    cache.layers[1].blocks[0, 3, 3, 7] = 5.0  # a value
+    assert cache.largest().tolist() == [[3.0, 0.0], [0.0, 5.0]]
+
+
+def test_the_log_tells_what_it_costs(base: Path, caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level(logging.INFO, "loray.kv_scales"):
+        make_runner(base, True)
+    (record,) = caplog.records
+    assert isinstance(record.args, tuple)
+    mean, largest, spread = map(float, record.args)
+    assert 0 < mean < largest < spread
