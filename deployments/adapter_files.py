@@ -11,9 +11,10 @@ from pathlib import Path
 from loray.deployments.adapters import Adapter
 from loray.deployments.errors import AdapterFailed, AdapterNotFound
 from loray.deployments.keyed_lock import KeyedLock
-from loray.models.adapter import PAGE_RANK, AdapterError, read_adapter, signature
+from loray.models.adapter import PAGE_RANK, AdapterError, signature
 from loray.models.adapter_config import CONFIG_FILE
 from loray.models.adapter_header import WEIGHTS_FILE
+from loray.models.adapter_specs import AdapterSpecs
 
 MAX_REMEMBERED = 10_000  # validated versions
 
@@ -23,7 +24,7 @@ class AdapterFiles:
 
     def __init__(self, roots: list[Path], lora_shapes: dict[str, tuple[int, int]]) -> None:
         self._roots = roots
-        self._lora_shapes = lora_shapes
+        self._specs = AdapterSpecs(lora_shapes)
         self._validated: OrderedDict[str, Adapter] = OrderedDict()  # by path, most recently used last
         self._lock = threading.Lock()  # of _validated; never held while files are read
         self._validating = KeyedLock()
@@ -69,7 +70,7 @@ class AdapterFiles:
         raise AdapterNotFound(f"adapter {adapter_id!r} is not in any of the folders this server reads ({roots})")
 
     def _validate(self, adapter_id: str, path: Path, files: str) -> Adapter:
-        spec = read_adapter(path, self._lora_shapes)
+        spec = self._specs.read(path)
         num_pages = -(-spec.rank // PAGE_RANK)
         return Adapter(adapter_id, content_hash(path), str(path), num_pages, signature=files, rank=spec.rank, extra_bytes=spec.extra_bytes)
 

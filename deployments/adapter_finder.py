@@ -6,7 +6,7 @@ Lives on the driver's event loop. Knows neither tiers nor Ray.
 import asyncio
 import hashlib
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager, ExitStack
 from typing import Protocol, TypeVar
@@ -39,6 +39,7 @@ class Store(Protocol):
     def disk_bytes(self, ref: AdapterRef, path: str = "") -> int: ...
     def is_private(self, ref: AdapterRef) -> bool: ...
     def names(self) -> list[str]: ...
+    def left_on_disk(self, known: Iterable[AdapterRef]) -> list[tuple[AdapterRef, Adapter]]: ...
 
 
 class AdapterFinder:
@@ -76,6 +77,10 @@ class AdapterFinder:
     async def remove(self, ref: AdapterRef, path: str = "") -> None:
         """Delete what of it is on disk and may go."""
         await asyncio.get_running_loop().run_in_executor(self._removers, lambda: self._store.remove(ref, path))
+
+    async def left_on_disk(self, known: list[AdapterRef]) -> list[tuple[AdapterRef, Adapter]]:
+        """Downloads of an earlier process that none of these references means, in the versions that `find` would give them."""
+        return [(ref, _of_its_place(adapter)) for ref, adapter in await self.look(lambda: self._store.left_on_disk(known))]
 
     def look(self, work: Callable[[], T]) -> "asyncio.Future[T]":
         """For questions that need no source."""

@@ -10,6 +10,7 @@ from collections import Counter, OrderedDict
 from collections.abc import Callable, Coroutine, Iterator
 from contextlib import contextmanager
 from functools import partial
+from itertools import islice
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -31,6 +32,8 @@ T = TypeVar("T")
 
 MAX_REMEMBERED = 10_000  # adapters whose use is counted
 NUM_LOADS = 4  # that wait for their arrival at once: what is on its way may take more room than it will need
+NUM_AT_ONCE = 400  # adapters that the engine is asked about between two steps: a millisecond
+NUM_LOOKED_AT = 16  # adapters, of those that may be forgotten, when there is a new one
 ARRIVAL_POLL_S = 0.02
 SLOW_S = 20.0  # a search that takes longer is slow
 
@@ -157,18 +160,24 @@ class AdapterService:
                     self._records.pop(adapter_id)
 
     async def statuses(self) -> list[AdapterStatus]:
+        """Also of what is on disk alone, since an earlier process has used it: it takes room, and can be unloaded."""
         uses, unloading = [*self._unloading, *self._uses.values()], set(self._unloading)
+        uses += [AdapterUse(ref, adapter) for ref, adapter in await self._finder.left_on_disk([use.ref for use in uses])]
         disk = await self._finder.look(
             lambda: [(self._store.disk_bytes(use.ref, use.path), self._store.is_private(use.ref)) for use in uses]
         )
-        versions = [use.adapter.version for use in uses if use.adapter]
         # Before the places: what is loaded by the time they come may be in none of them yet.
         states: dict[AdapterUse, AdapterState] = {use: "loading" for use in uses if use.is_loading}
         states.update(dict.fromkeys(unloading, "unloading"))
-        places = await self._ask(lambda tiers: tiers.places(versions))
-        return [
-            use.status(places.get(use.version), self._page_bytes, states.get(use), *facts) for use, facts in zip(uses, disk, strict=True)
-        ]
+        statuses = []
+        for start in range(0, len(uses), NUM_AT_ONCE):
+            part = slice(start, start + NUM_AT_ONCE)
+            places = await self._ask(partial(AdapterTiers.places, versions=[use.version for use in uses[part]]))
+            statuses += [
+                use.status(places.get(use.version), self._page_bytes, states.get(use), *facts)
+                for use, facts in zip(uses[part], disk[part], strict=True)
+            ]
+        return statuses
 
     async def names(self) -> list[str]:
         return await self._finder.look(self._store.names)
@@ -220,10 +229,17 @@ class AdapterService:
 
     def _freed(self, use: AdapterUse) -> None:
         """Or wanted again before its last request had ended; then its files stay."""
-        self._unloading.remove(use)
-        if use.ref not in self._uses:
+        if use.ref in self._uses:
+            self._unloading.remove(use)
+        else:
+            self._in_background(self._remove(use))
+
+    async def _remove(self, use: AdapterUse) -> None:
+        try:
+            await self._finder.remove(use.ref, use.path)
             logger.info("adapter %s is unloaded", use.ref.adapter_id)
-            self._in_background(self._finder.remove(use.ref, use.path))
+        finally:
+            self._unloading.remove(use)
 
     async def _unpin(self, ref: AdapterRef) -> None:
         key = self._key(ref)
@@ -256,16 +272,20 @@ class AdapterService:
     def _use(self, ref: AdapterRef) -> AdapterUse:
         key = self._key(ref)
         if key not in self._uses:
+            self._forget_idle()
             self._uses[key] = AdapterUse(key)
-            self._forget_one()
         self._uses.move_to_end(key)
         return self._uses[key]
 
-    def _forget_one(self) -> None:
-        """The least recently used of too many, unless somebody still needs to know it."""
-        if len(self._uses) > MAX_REMEMBERED:
-            idle = (key for key, use in self._uses.items() if not use.num_running and not use.is_loading and not self._record(use))
-            self._uses.pop(next(idle, None), None)  # type: ignore[arg-type]
+    def _forget_idle(self) -> None:
+        """Of too many, the least recently used; those that somebody still needs to know are looked at last the next time."""
+        for key, use in list(islice(self._uses.items(), NUM_LOOKED_AT)):
+            if len(self._uses) < MAX_REMEMBERED:
+                return
+            if use.num_running or use.is_loading or self._record(use):
+                self._uses.move_to_end(key)
+            else:
+                del self._uses[key]
 
     def _in_background(self, work: Coroutine[Any, Any, None]) -> None:
         task = asyncio.create_task(work)

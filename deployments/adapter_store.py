@@ -8,7 +8,7 @@ import hashlib
 import logging
 import secrets
 import traceback
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -37,6 +37,7 @@ TOKEN_S = 300.0  # how long a token counts as one that may read
 MAX_REMEMBERED = 10_000
 
 MERGE_BYTES = 1 << 20  # room for a merge's names and ranks, beyond its values
+NOWHERE = "none"  # the key of a reference that means nothing: nothing is kept under it
 
 Shapes = dict[str, tuple[int, int]]
 Asker = tuple[str, bytes]  # key of a place, salted hash of a token
@@ -97,6 +98,17 @@ class AdapterStore:
         """The adapters that everybody may use and that are here."""
         return sorted({*self._files.names(), *(entry.name for entry in self._cache.entries() if entry.name and not entry.is_private)})
 
+    def left_on_disk(self, known: Iterable[AdapterRef]) -> list[tuple[AdapterRef, Adapter]]:
+        """Downloads that none of these references means: an earlier process made them. Nothing but their place and version is looked up."""
+        keys = {NOWHERE, *map(self._key, known)}
+        left = []
+        for entry in self._cache.entries():
+            ref = AdapterRef(adapter_id=entry.name, source="" if "://" in entry.name else "hub")
+            if (key := self._key(ref)) not in keys:
+                path = self._cache.path(key, entry.version)
+                left.append((self.named(ref), Adapter(entry.name, entry.version, str(path), num_pages=0)))
+        return left
+
     def forget(self, ref: AdapterRef) -> None:
         """The next find asks the source. Folders need no such thing: they are always read as they are."""
         key = self._key(ref)
@@ -131,13 +143,12 @@ class AdapterStore:
         return entry is not None and entry.is_private
 
     def _key(self, ref: AdapterRef, path: str = "") -> str:
-        """Of a reference that means nothing: one that nothing is kept under."""
         if ref.merge and path:
             return Path(path).parent.name
         try:
             return place_of(ref, self._default_source).key
         except InvalidRequest:
-            return "none"
+            return NOWHERE
 
     def _wish(self, ref: AdapterRef, place: Place) -> _Wish:
         """The token is the request's own, else the server's; the storage behind a URL has none."""

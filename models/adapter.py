@@ -10,7 +10,7 @@ from math import prod
 from pathlib import Path
 
 from loray.models.adapter_config import CONFIG_FILE, AdapterConfig, AdapterError, shown
-from loray.models.adapter_header import WEIGHTS_FILE, read_shapes
+from loray.models.adapter_header import WEIGHTS_FILE, TensorPlace, read_places
 
 __all__ = ["EMBEDDINGS", "HEAD", "PAGE_RANK", "WEIGHTS_FILE", "AdapterError", "AdapterModule", "AdapterSpec", "TrainedTokens"]
 __all__ += ["read_adapter", "signature"]
@@ -71,6 +71,7 @@ class AdapterSpec:
     tokens: dict[str, TrainedTokens]
     copies: dict[str, str]  # tensor that must be the base model's own weight, which PEFT saves beside LoRA on it
     extra_bytes: int  # at most, of what a rank keeps of it beside its pages
+    places: dict[str, TensorPlace]  # of all its tensors, by their names
 
 
 def read_adapter(folder: Path, lora_shapes: Shapes) -> AdapterSpec:
@@ -78,7 +79,8 @@ def read_adapter(folder: Path, lora_shapes: Shapes) -> AdapterSpec:
     not among them is one that transformers runs: it takes plain LoRA."""
     try:
         config = AdapterConfig(folder / CONFIG_FILE)
-        shapes = read_shapes(folder)
+        places = read_places(folder)
+        shapes = {name: place.shape for name, place in places.items()}
         modules, names = _by_module(shapes, lora_shapes, config)
         reader = _Reader(config, names, shapes, lora_shapes)
         loras = {path: reader.module(path, tensors) for path, tensors in modules.items() if _has_lora(tensors)}
@@ -92,7 +94,7 @@ def read_adapter(folder: Path, lora_shapes: Shapes) -> AdapterSpec:
         raise AdapterError(f"adapter {folder.name!r}: {error}") from None
     ranks = [module.rank for path, module in loras.items() if path not in beyond_pages]
     extra_bytes = sum(_extra_bytes(path, tensors, shapes) for path, tensors in modules.items())
-    return AdapterSpec(max(ranks, default=1), loras, frozenset(beyond_pages), biases, tokens, copies, extra_bytes)
+    return AdapterSpec(max(ranks, default=1), loras, frozenset(beyond_pages), biases, tokens, copies, extra_bytes, places)
 
 
 def signature(folder: Path) -> str:

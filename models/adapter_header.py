@@ -3,7 +3,7 @@
 import json
 import math
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from loray.models.adapter_config import AdapterError, shown
 
@@ -14,8 +14,17 @@ MAX_DIMS = 8
 DTYPES = {"F32": 4, "F16": 2, "BF16": 2}  # bytes of one element
 
 
-def read_shapes(folder: Path) -> dict[str, tuple[int, ...]]:
-    """Tensor name -> shape."""
+class TensorPlace(NamedTuple):
+    """Where in its file a tensor lies, and as what."""
+
+    dtype: str  # of DTYPES
+    shape: tuple[int, ...]
+    begin: int  # byte, counted from the file's start
+    end: int
+
+
+def read_places(folder: Path) -> dict[str, TensorPlace]:
+    """By the tensors' names."""
     file = folder / WEIGHTS_FILE
     if not file.is_file():
         if (folder / "adapter_model.bin").exists():
@@ -24,16 +33,22 @@ def read_shapes(folder: Path) -> dict[str, tuple[int, ...]]:
                 "safetensors.torch.save_file(torch.load('adapter_model.bin', weights_only=True), 'adapter_model.safetensors')"
             )
         raise AdapterError(f"{WEIGHTS_FILE} is missing")
-    header, data_size = _read(file)
+    header, file_size, data_size = _read(file)
     for name, entry in header.items():
         _check_entry(name, entry, data_size)
     if (used := sum(entry["data_offsets"][1] - entry["data_offsets"][0] for entry in header.values())) != data_size:
         raise AdapterError(f"{WEIGHTS_FILE} is corrupt: it has {data_size} bytes of data, and its tensors {used}")
-    return {name: tuple(entry["shape"]) for name, entry in header.items()}
+    start = file_size - data_size
+    return {name: _place(entry, start) for name, entry in header.items()}
 
 
-def _read(file: Path) -> tuple[dict[str, Any], int]:
-    """Tensor name -> dtype, shape, data_offsets; and the bytes after the header."""
+def _place(entry: dict[str, Any], start: int) -> TensorPlace:
+    begin, end = entry["data_offsets"]
+    return TensorPlace(entry["dtype"], tuple(entry["shape"]), start + begin, start + end)
+
+
+def _read(file: Path) -> tuple[dict[str, Any], int, int]:
+    """Tensor name -> dtype, shape, data_offsets; the file's bytes, and those after the header."""
     try:
         with open(file, "rb") as opened:
             size = file.stat().st_size
@@ -54,7 +69,7 @@ def _read(file: Path) -> tuple[dict[str, Any], int]:
     header.pop("__metadata__", None)
     if not header:
         raise AdapterError(f"{WEIGHTS_FILE} holds no tensors")
-    return header, size - 8 - header_size
+    return header, size, size - 8 - header_size
 
 
 def _check_entry(name: str, entry: Any, data_size: int) -> None:

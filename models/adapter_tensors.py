@@ -7,11 +7,10 @@ from pathlib import Path
 from typing import Literal, NamedTuple
 
 import torch
-from safetensors import SafetensorError
-from safetensors.torch import load
 from torch import Tensor
 
-from loray.models.adapter import WEIGHTS_FILE, AdapterError, AdapterModule, AdapterSpec, read_adapter
+from loray.models.adapter import WEIGHTS_FILE, AdapterError, AdapterModule, AdapterSpec
+from loray.models.file_tensors import FileTensors
 from loray.models.hosted_linear import HostedLinear
 from loray.models.linear import Linear, Projection
 from loray.models.vocabulary import Embedding, Head
@@ -20,7 +19,6 @@ MAX_ELEMENTS_AT_ONCE = 32767  # from 32768 on torch shares an operation out amon
 MAX_DISTANCE = 0.004  # of a copy's row from the base model's, in its length: rounding to another half precision, no more
 
 Layer = Linear | HostedLinear | Embedding | Head
-Tensors = Mapping[str, Tensor]  # of the adapter's file, by name
 Vector = Literal["magnitude", "bias", "bias of B"]
 
 
@@ -61,16 +59,15 @@ class RankAdapter:
         return _views(self.values.to(device, non_blocking=True), self.shapes)
 
 
-def read_rank_adapter(folder: Path, targets: Mapping[str, Target], is_pinned: bool) -> RankAdapter:
+def read_rank_adapter(folder: Path, spec: AdapterSpec, targets: Mapping[str, Target], is_pinned: bool) -> RankAdapter:
     """targets: by module path. Safe beside decoding: one thread, and small steps outside the interpreter's lock."""
-    spec = read_adapter(folder, {path: target.shape for path, target in targets.items()})
     shapes = dict(_shapes(spec, targets))
     dtypes = {target.layer.weight.dtype for target in targets.values()}
     num_elements = sum(prod(shape) for shape in shapes.values())
     values = torch.empty(num_elements, dtype=dtypes.pop() if len(dtypes) == 1 else torch.float32, pin_memory=is_pinned)
     views = _views(values, shapes)
     try:
-        tensors = load((folder / WEIGHTS_FILE).read_bytes())  # not mapped: a file cut short meanwhile would end the process
+        tensors = FileTensors(folder / WEIGHTS_FILE, spec.places)
         for path, module in spec.modules.items():
             _read_lora(tensors, module, targets[path].projection, views[path, "a"], views[path, "b"])
         for path, tokens in spec.tokens.items():
@@ -78,7 +75,7 @@ def read_rank_adapter(folder: Path, targets: Mapping[str, Target], is_pinned: bo
         for path, name in spec.copies.items():
             _check_copy(tensors[name], name, targets[path].layer)
         vectors = dict(_vectors(tensors, spec, targets))
-    except (SafetensorError, OSError, KeyError, RuntimeError, ValueError) as error:  # also: another file than the one just checked
+    except (OSError, KeyError, RuntimeError, ValueError) as error:  # also: another file than the one just checked
         raise AdapterError(f"adapter {folder.name!r}: {WEIGHTS_FILE} cannot be read: {error}") from error
     except AdapterError as error:
         raise AdapterError(f"adapter {folder.name!r}: {error}") from None
@@ -100,7 +97,7 @@ def _views(values: Tensor, shapes: dict[tuple[str, str], tuple[int, int]]) -> di
     return {key: part.view(shape) for (key, shape), part in zip(shapes.items(), parts, strict=True)}
 
 
-def _read_lora(tensors: Tensors, module: AdapterModule, projection: Projection, a: Tensor, b: Tensor) -> None:
+def _read_lora(tensors: FileTensors, module: AdapterModule, projection: Projection, a: Tensor, b: Tensor) -> None:
     """a [rank, inputs], b [rank, outputs]: filled."""
     _copy(a, tensors[module.a_name][:, projection.in_part.slice])
     sizes = [part.size for part in projection.out_parts]
@@ -110,15 +107,18 @@ def _read_lora(tensors: Tensors, module: AdapterModule, projection: Projection, 
 
 def _copy(out: Tensor, values: Tensor, scale: float = 1.0) -> None:
     """out = scale * values, some rows at once; multiplied in float32."""
-    if values.numel() <= MAX_ELEMENTS_AT_ONCE:
-        out.copy_(values if scale == 1 else values.float() * scale)
-        return
     num_rows = max(1, MAX_ELEMENTS_AT_ONCE // max(1, values.shape[1]))
-    for out_rows, rows in zip(out.split(num_rows), values.split(num_rows), strict=True):
-        out_rows.copy_(rows if scale == 1 else rows.float() * scale)
+    pairs = [(out, values)] if len(values) <= num_rows else zip(out.split(num_rows), values.split(num_rows), strict=True)
+    for out_rows, rows in pairs:
+        if scale == 1:
+            out_rows.copy_(rows)
+        elif rows.dtype in (out.dtype, torch.float32):  # torch multiplies halves in float32 too
+            torch.mul(rows, scale, out=out_rows)
+        else:
+            out_rows.copy_(rows.float() * scale)
 
 
-def _vectors(tensors: Tensors, spec: AdapterSpec, targets: Mapping[str, Target]) -> Iterator[tuple[tuple[str, Vector], Tensor]]:
+def _vectors(tensors: FileTensors, spec: AdapterSpec, targets: Mapping[str, Target]) -> Iterator[tuple[tuple[str, Vector], Tensor]]:
     def read(path: str, name: str) -> Tensor:
         return torch.cat([tensors[name][part.slice] for part in targets[path].projection.out_parts]).float()
 

@@ -13,6 +13,7 @@ from torch import nn
 
 from loray.kernels.lora import LoraPages
 from loray.models.adapter import PAGE_RANK, AdapterError
+from loray.models.adapter_specs import AdapterSpecs
 from loray.models.adapter_tensors import RankAdapter, Target, read_rank_adapter
 from loray.models.host_adapters import HostAdapters
 from loray.models.hosted_linear import HostedLinear
@@ -60,6 +61,7 @@ class LoraPool:
         for path, module in model.named_modules():
             if isinstance(module, Embedding | Head):
                 self._targets[path] = Target(module, 0, module.projection)
+        self._specs = AdapterSpecs(self.shapes)
         self.num_pages = 0
         self.host = HostAdapters(self._read)
         self.load_time = LoadTime()  # of the last load_all
@@ -116,7 +118,7 @@ class LoraPool:
         return reasons
 
     def _read(self, folder: Path) -> RankAdapter:
-        return read_rank_adapter(folder, self._targets, is_pinned=self._device.type == "cuda")
+        return read_rank_adapter(folder, self._specs.read(folder), self._targets, is_pinned=self._device.type == "cuda")
 
     def _find(self, load: AdapterLoad) -> RankAdapter | str:
         """From host memory, else from its folder; or why there is none."""

@@ -9,8 +9,9 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from loray.models.adapter import AdapterError, signature
-from loray.models.adapter_tensors import MAX_ELEMENTS_AT_ONCE, Target, read_rank_adapter
+from loray.models.adapter import AdapterError, read_adapter, signature
+from loray.models.adapter_tensors import MAX_ELEMENTS_AT_ONCE, RankAdapter, Target, read_rank_adapter
+from loray.models.host_adapters import HostAdapters
 from loray.models.linear import Linear, row_linear
 from loray.models.parallel import Parallel
 from loray.models.shards import Shard
@@ -108,6 +109,20 @@ def test_what_cannot_be_read_is_refused_and_not_kept(base: Path, folder: Path) -
     assert host.num_bytes == 0
 
 
+def test_files_that_change_while_they_are_read_are_refused_and_not_kept(base: Path, adapters: dict[int, Path], folder: Path) -> None:
+    read = Conductor(base).runner.host_adapters.read
+
+    def read_while_another_is_saved(path: Path) -> RankAdapter:
+        adapter = read(str(path), "")
+        shutil.copytree(adapters[4], path, dirs_exist_ok=True)
+        return adapter
+
+    host, version = HostAdapters(read_while_another_is_saved), signature(folder)
+    with pytest.raises(AdapterError, match="'mine'.*changed after they were checked"):
+        host.prepare(str(folder), version)
+    assert host.num_bytes == 0 and host.find(str(folder), version) is None
+
+
 def test_a_load_of_what_was_not_prepared_keeps_nothing(base: Path, folder: Path) -> None:
     conductor = Conductor(base)
     assert load(conductor, folder, signature(folder)) == {}
@@ -138,6 +153,7 @@ def test_matrices_larger_than_one_step_are_read_whole(tmp_path: Path) -> None:
     config = {"peft_type": "LORA", "r": rank, "lora_alpha": 25, "target_modules": ["lin"]}
     (tmp_path / "adapter_config.json").write_text(json.dumps(config))
     linear: Linear = row_linear("lin", (inputs, Shard(100, 1300)), outputs, False, Parallel())
-    adapter = read_rank_adapter(tmp_path, {"x.lin": Target(linear, 0, linear.projections[0])}, is_pinned=False)
+    targets = {"x.lin": Target(linear, 0, linear.projections[0])}
+    adapter = read_rank_adapter(tmp_path, read_adapter(tmp_path, {"x.lin": (inputs, outputs)}), targets, is_pinned=False)
     found = adapter.matrices(torch.device("cpu"))
     assert found["x.lin", "a"].equal(a[:, 100:1400]) and found["x.lin", "b"].equal(b.T * 0.5)
