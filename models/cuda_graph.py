@@ -38,7 +38,8 @@ class DecodeGraphs:
         self._inputs = inputs
         self._decode = decode
         self._sizes = sizes_up_to(max_rows)
-        self._graphs: dict[tuple[int, bool], tuple[torch.cuda.CUDAGraph, DecodeOutput]] = {}  # by rows, and whether there is LoRA
+        self._graphs: dict[tuple[int, bool], torch.cuda.CUDAGraph] = {}  # by rows, and whether there is LoRA
+        self._output: DecodeOutput | None = None  # of them all, [max_rows] each: logits of their own would take a gigabyte
 
     def capture(self, has_lora: bool, on_any_rank: Callable[[bool], bool]) -> None:
         """has_lora: whether there are rank pages at all; on_any_rank: whether that is so on some rank, since all must have the same."""
@@ -66,28 +67,31 @@ class DecodeGraphs:
         size = self._size(layout)
         assert size is not None, "the caller asks can_run first"
         self._inputs.fill(layout, size)
-        graph, output = self._graphs[size, any(layout.runs)]
-        graph.replay()
+        self._graphs[size, any(layout.runs)].replay()
+        assert self._output is not None, "graphs are captured before they run"
         if layout.is_decode:
-            return DecodeOutput(*(tensor[: len(layout.slots)] for tensor in output))
-        places = torch.from_numpy(layout.sample_tokens).to(output.token_ids.device, non_blocking=True)
-        return DecodeOutput(*(tensor[places] for tensor in output))
+            return DecodeOutput(*(tensor[: len(layout.slots)] for tensor in self._output))
+        places = torch.from_numpy(layout.sample_tokens).to(self._output.token_ids.device, non_blocking=True)
+        return DecodeOutput(*(tensor[places] for tensor in self._output))
 
     def _size(self, layout: Layout) -> int | None:
         num_rows, lora = len(layout.positions), any(layout.runs)
         return next((size for size in self._sizes if size >= num_rows and (size, bool(lora)) in self._graphs), None)
 
-    def _captured(self, size: int, lora: bool, pool: Any) -> tuple[torch.cuda.CUDAGraph, DecodeOutput]:
+    def _captured(self, size: int, lora: bool, pool: Any) -> torch.cuda.CUDAGraph:
         self._run(size, lora)  # once without: kernels are compiled and libraries take their workspaces
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph, pool=pool):
-            output = self._run(size, lora)
-        return graph, output
+            self._run(size, lora)
+        return graph
 
-    def _run(self, size: int, lora: bool) -> DecodeOutput:
+    def _run(self, size: int, lora: bool) -> None:
         output = self._decode(self._inputs.batch(size, lora))
         self._inputs.keep(output.token_ids)
-        return output
+        if self._output is None:  # the first are the largest
+            self._output = DecodeOutput(*(torch.empty_like(tensor) for tensor in output))
+        for kept, tensor in zip(self._output, output, strict=True):
+            kept[:size].copy_(tensor)
 
 
 def sizes_up_to(max_rows: int) -> list[int]:

@@ -3,7 +3,7 @@
 import asyncio
 import dataclasses
 import threading
-from collections.abc import Coroutine
+from collections.abc import Collection, Coroutine
 from glob import glob
 from pathlib import Path
 from typing import Any
@@ -12,10 +12,12 @@ import msgspec
 import pytest
 
 from loray.deployments import adapter_service
-from loray.deployments.adapter_records import AdapterChange, AdapterSet
+from loray.deployments.adapter_records import AdapterChange, AdapterRecord, AdapterSet
 from loray.deployments.adapter_service import AdapterService
 from loray.deployments.adapter_status import AdapterStatus
 from loray.deployments.adapter_store import AdapterStore
+from loray.deployments.adapter_tiers import AdapterPlace, AdapterTiers
+from loray.deployments.adapter_use import AdapterUse
 from loray.deployments.adapters import Adapter
 from loray.deployments.config import AdapterArgs
 from loray.deployments.engine import ABORTED, Engine
@@ -429,6 +431,68 @@ def test_only_what_nobody_wants_is_forgotten(service: AdapterService, root: Path
         assert len(known) == 3 and known["small"].is_pinned
 
     run(work())
+
+
+def test_one_more_is_served_when_all_that_are_remembered_have_to_be(service: AdapterService, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(adapter_service, "MAX_REMEMBERED", 1)
+
+    async def work() -> None:
+        admin = Admin(service)
+        await admin.change("load", "small")
+        await settled(service, "small")
+        assert (await service.find(ref("large"))).rank == 16
+        assert set(await statuses(service)) == {"small", "large"}
+        await service.find(ref("huge"))
+        assert set(await statuses(service)) == {"small", "huge"}, "what nobody has to know went"
+
+    run(work())
+
+
+def test_a_new_adapter_costs_the_same_however_many_are_remembered(service: AdapterService, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(adapter_service, "MAX_REMEMBERED", 50)
+    looked_at: list[AdapterUse] = []
+    record_of = service._record
+
+    def counted_record(use: AdapterUse) -> AdapterRecord | None:
+        looked_at.append(use)
+        return record_of(use)
+
+    monkeypatch.setattr(service, "_record", counted_record)
+    refs = [ref(f"a{i}") for i in range(100)]
+    service._records = {each.adapter_id: AdapterRecord(ref=each, is_loaded=True, is_pinned=False, generation=1, number=1) for each in refs}
+    for each in refs:
+        service._use(each)
+    looked_at.clear()
+    service._use(ref("new"))
+    assert 0 < len(looked_at) <= adapter_service.NUM_LOOKED_AT
+
+
+def test_the_engine_is_asked_about_few_adapters_between_two_steps(
+    service: AdapterService, root: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(adapter_service, "NUM_AT_ONCE", 2)
+    asked: list[int] = []
+    places = AdapterTiers.places
+
+    def counted_places(tiers: AdapterTiers, versions: Collection[str]) -> dict[str, AdapterPlace]:
+        asked.append(len(versions))
+        return places(tiers, versions)
+
+    async def work() -> dict[str, AdapterStatus]:
+        await service.preload(["small", "large"])
+        for i in range(3):
+            save_folder(root / f"a{i}", 4, seed=i)
+            await service.find(ref(f"a{i}"))
+        monkeypatch.setattr(AdapterTiers, "places", counted_places)
+        return await statuses(service)
+
+    known = run(work())
+    assert asked == [2, 2, 1]
+    assert {name: status.state for name, status in known.items()} == {
+        "small": "host",
+        "large": "host",
+        **dict.fromkeys(("a0", "a1", "a2"), "known"),
+    }
 
 
 def test_a_new_replica_leaves_alone_what_others_have_unloaded(store: Store, engine: Engine) -> None:

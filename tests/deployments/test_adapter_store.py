@@ -378,6 +378,31 @@ def test_after_a_reload_every_token_is_asked_about_again(world: World) -> None:
         store.find(with_token("hf_two"))
 
 
+def test_equal_files_that_became_private_are_after_a_reload_for_their_readers_alone(world: World) -> None:
+    store = world.store()
+    first = store.find(HUB)
+    world.hub.readers["org/small"] = {"hf_one"}
+    store.forget(HUB)
+    assert store.find(with_token("hf_one")).path == first.path and world.hub.num_gets(WEIGHTS) == 1
+    for each in (store, world.store()):  # the second knows but what is on disk
+        assert each.is_private(HUB) and each.names() == []
+        for token in ("", "hf_bad"):
+            with pytest.raises(AdapterNotFound):
+                each.find(with_token(token))
+
+
+def test_equal_files_that_became_public_are_after_a_reload_for_everybody(world: World) -> None:
+    world.hub.readers["org/small"] = {"hf_one"}
+    store = world.store()
+    store.find(with_token("hf_one"))
+    del world.hub.readers["org/small"]
+    store.forget(HUB)
+    store.find(with_token("hf_one"))
+    for each in (store, world.store()):
+        assert not each.is_private(HUB) and each.names() == ["org/small"] and each.find(HUB).num_pages == 1
+    assert world.hub.num_gets(WEIGHTS) == 1
+
+
 def test_who_waits_for_the_download_of_another_needs_a_token_of_his_own(world: World) -> None:
     world.hub.readers["org/small"] = {"hf_one"}
     held, released = threading.Event(), threading.Event()
@@ -434,6 +459,28 @@ def test_names_are_the_local_folders_and_the_public_downloads(world: World) -> N
     store.find(HUB)
     store.find(ref)
     assert store.names() == sorted(["mine", "org/small", ref.adapter_id])
+
+
+def test_what_an_earlier_process_left_on_disk_is_found_by_its_name_and_can_be_removed(world: World) -> None:
+    world.hub.readers["org/small"] = {"hf_one"}
+    web, local = world.on_web("small"), AdapterRef(adapter_id="mine")
+    save_folder(world.folder / "local" / "mine", rank=4)
+    earlier = world.store()
+    found = {adapter.path: adapter.version for adapter in (earlier.find(with_token("hf_one")), earlier.find(web))}
+    earlier.merge = merging([])
+    earlier.merged("half", [earlier.find(local)], MergeRecipe(adapter_ids=("mine",), weights=(0.5,)))
+    store = world.store(default_source="local")
+    assert [ref for ref, _ in store.left_on_disk([HUB, local])] == [store.named(web)]
+    left = store.left_on_disk([])
+    assert {adapter.path: adapter.version for _, adapter in left} == found
+    assert {ref.adapter_id: (store.disk_bytes(ref) > 0, store.is_private(ref)) for ref, _ in left} == {
+        "org/small": (True, True),
+        web.adapter_id: (True, False),
+    }
+    for ref, adapter in left:
+        store.remove(ref)
+        assert not Path(adapter.path).exists() and store.disk_bytes(ref) == 0
+    assert not store.left_on_disk([])
 
 
 def merging(merges: list[Path]) -> Callable[..., None]:

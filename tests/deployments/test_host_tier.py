@@ -104,6 +104,17 @@ def test_one_that_is_dropped_while_it_is_read_goes_when_it_has_arrived() -> None
     assert names(tier.take_orders()[1]) == ["a"] and not a.is_ready and tier.num_bytes == tier.num_adapters == 0
 
 
+def test_one_that_is_dropped_while_it_is_read_and_wanted_again_stays() -> None:
+    tier, a = HostTier(10, PAGE), adapter("a")
+    tier.want(a)
+    tier.take_orders()
+    tier.drop(a)
+    tier.want(a)
+    assert tier.take_orders() == ([], []), "it is on its way already"
+    tier.arrived(a.host_copy, 8, 0.5)
+    assert tier.take_orders() == ([], []) and a.is_ready and tier.bytes_of(a) == tier.num_bytes == 8
+
+
 def test_a_failed_one_leaves_nothing_and_can_be_tried_again() -> None:
     tier, a = HostTier(10, PAGE), adapter("a")
     tier.want(a)
