@@ -70,8 +70,9 @@ class AdapterFinder:
 
     async def forget(self, ref: AdapterRef) -> None:
         """Who asks from now on gets what the source has now."""
-        for running in [running for running in self._searches if running.adapter_id == ref.adapter_id]:
-            del self._searches[running]
+        for running in list(self._searches):
+            if ref.adapter_id in (running.adapter_id, *(running.merge.adapter_ids if running.merge else ())):
+                del self._searches[running]
         await self.look(lambda: self._store.forget(ref))
 
     async def remove(self, ref: AdapterRef, path: str = "") -> None:

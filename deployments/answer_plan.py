@@ -12,6 +12,8 @@ from loray.deployments.stop_strings import Shelter
 from loray.deployments.tool_format import Tool, calls_shelter, json_format, structural_tag
 from loray.deployments.tool_parser import ToolCallParser
 
+RESPONSE_FORMAT = "response_format"  # the field, and what errors call its schema among those of tools
+
 
 @dataclass(frozen=True, slots=True)
 class AnswerPlan:
@@ -36,7 +38,7 @@ def answer_plan(body: ChatBody) -> AnswerPlan:
     tools = _tools(body)
     spec = body.response_format.spec if body.response_format else None
     if not tools:
-        plan = AnswerPlan([], spec, "response_format")
+        plan = AnswerPlan([], spec, RESPONSE_FORMAT)
         _check_end(body, is_ended=spec is not None)
         return plan
     choice = body.tool_choice or "auto"
@@ -69,9 +71,9 @@ def _tools(body: ChatBody) -> list[Tool]:
 def _answer_format(spec: GrammarSpec) -> dict[str, Any]:
     """The same for a place within a structural tag."""
     if spec.kind not in ("json_schema", "json_object"):
-        raise InvalidRequest(f"response_format: {spec.kind} can't be together with tools", "response_format")
+        raise InvalidRequest(f"{RESPONSE_FORMAT}: {spec.kind} can't be together with tools", RESPONSE_FORMAT)
     schema = json.loads(spec.text) if spec.kind == "json_schema" else {"type": "object"}
-    return json_format(schema, "response_format")
+    return json_format(schema, RESPONSE_FORMAT)
 
 
 def _check_end(body: ChatBody, is_ended: bool) -> None:

@@ -194,6 +194,9 @@ class Engine:
                 self._forget(sequence)
 
     def _accept(self, request: GenerationRequest, adapter: Adapter | None, reply: Address, on_end: Callable[[Ending], object]) -> None:
+        if first := self._on_end.get(request.request_id):  # Serve calls again when it can't tell whether a call arrived: they end together
+            self._on_end[request.request_id] = lambda ending: (first(ending), on_end(ending))
+            return
         sequence = Sequence(_with_stop_ids(request, self._eos_ids), adapter, reply, self._num_arrived)
         self._num_arrived += 1
         if not self._tokens.knows(reply):  # a new ingress, perhaps in place of one that is gone

@@ -6,6 +6,7 @@ from collections.abc import Iterable
 from decimal import Decimal
 from typing import Any
 
+from loray.deployments.json_schema_formats import fitting_format
 from loray.deployments.json_schema_patterns import Unenforceable, string_pattern
 from loray.deployments.string_lengths import MAX_LENGTH, length_pattern
 
@@ -18,7 +19,6 @@ MAX_MULTIPLE_RANGE = 10_000  # integers between two bounds, where there is a mul
 GRID = Decimal(1_000_000)  # a number between bounds has at most six decimals
 # What a JSON string may hold without an escape, less surrogates, which are no text in UTF-8, and less what GAPS below says.
 CHARACTER = r"[ !#-\[\]-\u07fe\u0800-\ud7ff\ue000-\ufffe\u{10000}-\u{10ffff}]"
-FORMATS = {"email", "date", "time", "date-time", "duration", "ipv4", "ipv6", "hostname", "uuid", "uri", "uri-reference", "uri-template"}
 # What follows stands within character classes. Of one that has two neighbours whose UTF-8 differs in length, xgrammar makes bytes that
 # are no UTF-8: so the last of each length but one, which hardly anybody writes, is left out, and with it go the surrogates.
 CONTROLS = r"\u0000-\u001f"
@@ -36,9 +36,12 @@ def string(schema: Schema, path: str) -> Schema:
         if least or most is not None:
             raise Unenforceable(path, "pattern can't be enforced together with minLength or maxLength")
         return {"type": "string", "pattern": string_pattern(schema["pattern"], path)}
+    if held := fitting_format(schema.get("format"), least, most):
+        pattern = {"pattern": string_pattern(f"^(?:{held.pattern})$", path)} if held.pattern else {"format": schema["format"]}
+        return {"type": "string", **pattern}
     if least or most is not None:  # these are rules, a format is a remark
         return {"type": "string", "pattern": length_pattern(least, None if most is None else min(int(most), MAX_LENGTH))}
-    return {"type": "string", "format": schema["format"]} if schema.get("format") in FORMATS else {"type": "string"}
+    return {"type": "string"}
 
 
 def any_name_but(names: Iterable[str]) -> str:

@@ -11,7 +11,7 @@ from typing import Annotated, Any
 from fastapi import APIRouter, Depends, Response
 
 from loray.deployments import sse
-from loray.deployments.answer_plan import AnswerPlan, answer_plan
+from loray.deployments.answer_plan import RESPONSE_FORMAT, AnswerPlan, answer_plan
 from loray.deployments.caller_token import caller_token
 from loray.deployments.chat_template import ChatTemplates
 from loray.deployments.completion_plan import completion_plan
@@ -77,13 +77,14 @@ class OpenAIApi:
         has_calls = any(message.tool_calls for message in body.messages)
         messages = await off_loop_if(
             has_calls or len(body.messages) > OFF_LOOP_MESSAGES,
-            lambda: [message.for_template(position) for position, message in enumerate(body.messages)],
+            lambda: [message.for_template() for message in body.messages],
         )
         async with self._service.in_time(received):
             prompt = await self._templates.prompt(messages, plan.tools, adapter)
             check_text(self._service, prompt, CHAT_NAMES.prompt)
             token_ids = await self._service.tokenizer.encode_rendered(prompt)
             grammar = await self._grammar(plan)
+        names = CHAT_NAMES._replace(grammar=plan.param, max_new_tokens=body.max_tokens_field)
         requests = []
         for seed in body.seeds():
             wanted = Wanted(
@@ -93,7 +94,7 @@ class OpenAIApi:
                 ignore_eos=bool(body.ignore_eos),
                 stop_token_ids=tuple(body.stop_token_ids or ()),
             )
-            requests.append(self._service.request(token_ids, wanted, CHAT_NAMES._replace(grammar=plan.param)))
+            requests.append(self._service.request(token_ids, wanted, names))
         choices = [ChatChoice(index, bool(body.logprobs), plan.parser()) for index in range(len(requests))]
         shape = ResponseShape("chat", body.model, self._fingerprint)
         stops = [] if plan.is_forced else body.stops
@@ -103,7 +104,11 @@ class OpenAIApi:
         try:
             return await self._service.grammars.compile(plan.grammar, plan.param) if plan.grammar else b""
         except InvalidRequest as error:
-            raise ToolError(error.message, error.param) if plan.tools else error from None
+            if not plan.tools:
+                raise
+            if error.message.startswith(f"{plan.param}: {RESPONSE_FORMAT}: "):  # its schema is a part of theirs
+                raise InvalidRequest(error.message.removeprefix(f"{plan.param}: "), RESPONSE_FORMAT) from None
+            raise ToolError(error.message, error.param) from None
 
     async def completion_call(self, body: CompletionBody, token: str) -> Call:
         received = time.monotonic()
@@ -173,7 +178,8 @@ class OpenAIApi:
                 raise InvalidRequest(f"stop_token_ids: together with tools only special tokens, which {token_id} is not", "stop_token_ids")
 
     def _turns(self) -> asyncio.Semaphore:
-        return asyncio.Semaphore(min(MAX_AT_ONCE, self._service.args.scheduler.max_waiting))
+        args = self._service.args
+        return asyncio.Semaphore(min(MAX_AT_ONCE, args.scheduler.max_waiting, args.adapters.max_waiting))
 
     async def _embedding(self, index: int, request: GenerationRequest, name: str, timing: Timing, turns: asyncio.Semaphore) -> Vectors:
         async with turns:

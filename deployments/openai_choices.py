@@ -17,8 +17,9 @@ Placed = tuple[int, GeneratedToken | PromptToken]  # characters of the text befo
 
 @dataclass(slots=True)
 class HeldTokens:
-    """Tokens whose text is not given out yet: if it is a stop string, they are no part of the answer. Special ones never are."""
+    """Tokens whose text is not given out yet: if it is a stop string, they are no part of the answer. Special ones have no text in it."""
 
+    has_special: bool = False  # whether they are told of
     held: list[Placed] = field(default_factory=list)
     num_chars: int = 0  # of all tokens
     num_given: int = 0  # of the answer
@@ -26,9 +27,9 @@ class HeldTokens:
     def push(self, piece: Piece) -> list[Placed]:
         """Those that are part of the answer now."""
         for token in piece.tokens:
-            if not token.is_special:
+            if self.has_special or not token.is_special:
                 self.held.append((self.num_chars, token))
-                self.num_chars += len(token.text)
+            self.num_chars += 0 if token.is_special else len(token.text)
         self.num_given += len(piece.text)
         is_whole = piece.finish_reason not in ("", "stop_sequence")
         num = len(self.held) if is_whole else sum(place < self.num_given for place, _ in self.held)
@@ -62,7 +63,7 @@ class ChatChoice:
             self.is_begun = True
             parts.append(({"role": "assistant", "content": None if self.parser else ""}, None))
         if said.text or new:
-            parts.append(({"content": said.text}, logprobs))
+            parts.append(({"content": said.text} if said.text else {}, logprobs))
         parts += [({"tool_calls": [self._call_delta(call)]}, None) for call in said.calls]
         shapes: list[dict[str, Any]] = [self._shape(delta, logprobs, None) for delta, logprobs in parts]
         if piece.finish_reason:
@@ -117,7 +118,7 @@ class CompletionChoice:
     logprobs: dict[str, list[Any]] = field(default_factory=lambda: {name: [] for name in LOGPROB_LISTS})
     finish_reason: str = ""
     score: float = 0.0  # sum of the log-probabilities
-    held: HeldTokens = field(default_factory=HeldTokens)
+    held: HeldTokens = field(default_factory=lambda: HeldTokens(has_special=True))  # who scores texts counts every token
     is_begun: bool = False
 
     def add(self, piece: Piece, prompt: Tokens = ()) -> list[dict[str, Any]]:

@@ -30,6 +30,8 @@ class CalledFunction(Body):
     name: Name
     arguments: Text
     """A JSON object, written as text."""
+    parsed_arguments: Any = None
+    """What OpenAI's client made of them; not used."""
 
 
 class ToolCall(Body):
@@ -38,15 +40,16 @@ class ToolCall(Body):
     id: Text
     type: Literal["function"] = "function"
     function: CalledFunction
+    index: int | None = None
+    """Its place among the calls of a streamed answer; not used."""
 
-    def for_template(self, name: str) -> dict[str, Any]:
-        """Templates want the arguments as an object; `name` is the field's."""
-        arguments = parsed_arguments(self.function.arguments, f"{name}.function.arguments")
-        return {"id": self.id, "type": "function", "function": {"name": self.function.name, "arguments": arguments}}
+    def for_template(self) -> dict[str, Any]:
+        function = {"name": self.function.name, "arguments": parsed_arguments(self.function.arguments)}
+        return {"id": self.id, "type": "function", "function": function}
 
 
 class Message(Body):
-    """Assistant messages may be sent back as they came, with their empty fields."""
+    """Assistant messages may be sent back as they came, with their empty fields and with those that OpenAI's client adds."""
 
     role: Literal["system", "developer", "user", "assistant", "tool"]
     tool_calls: list[ToolCall] | None = Field(default=None, max_length=MAX_TOOLS, fail_fast=True)
@@ -57,6 +60,7 @@ class Message(Body):
     annotations: list[Any] | None = Field(default=None, max_length=0, fail_fast=True)
     audio: None = None
     function_call: None = None
+    parsed: Any = None
 
     @field_validator("tool_calls")
     @classmethod
@@ -68,7 +72,7 @@ class Message(Body):
     @field_validator("content")
     @classmethod
     def _nothing_is_said_only_with_calls(cls, content: Any, info: ValidationInfo) -> Any:
-        if content is None and not info.data.get("tool_calls"):
+        if content is None and not info.data.get("tool_calls", "refused already"):
             raise ValueError("must be a text or a list of text parts")
         return content
 
@@ -79,7 +83,7 @@ class Message(Body):
             raise ValueError("messages of the role tool have one, and no others")
         return call_id
 
-    def for_template(self, position: int) -> dict[str, Any]:
+    def for_template(self) -> dict[str, Any]:
         content = "".join(part.text for part in self.content) if isinstance(self.content, list) else self.content or ""
         message: dict[str, Any] = {"role": self.role, "content": content}
         if self.name:
@@ -87,8 +91,7 @@ class Message(Body):
         if self.tool_call_id is not None:
             message["tool_call_id"] = self.tool_call_id
         if self.tool_calls:
-            field = f"messages.{position}.tool_calls"
-            message["tool_calls"] = [call.for_template(f"{field}.{index}") for index, call in enumerate(self.tool_calls)]
+            message["tool_calls"] = [call.for_template() for call in self.tool_calls]
         return message
 
 

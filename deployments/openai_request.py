@@ -226,6 +226,11 @@ class ChatBody(OpenAIBody):
         return self.max_tokens if self.max_completion_tokens is None else self.max_completion_tokens
 
     @property
+    def max_tokens_field(self) -> str:
+        """Which of the two says it."""
+        return "max_tokens" if self.max_completion_tokens is None else "max_completion_tokens"
+
+    @property
     def num_alternatives(self) -> int:
         return self.top_logprobs or 0
 

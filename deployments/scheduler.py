@@ -285,8 +285,7 @@ class Scheduler:
         self.running.remove(sequence)
         self.blocks.release(sequence.block_ids)
         self._free_slots.append(sequence.slot)
-        sequence.slot = None
-        sequence.block_ids = []
+        sequence.slot, sequence.block_ids = None, []
         sequence.num_computed = sequence.num_published = 0
         if sequence.adapter in self._leaving and all(other.adapter is not sequence.adapter for other in self.running):
             self.adapters.discard(sequence.adapter)

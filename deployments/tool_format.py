@@ -4,7 +4,6 @@ import json
 from collections.abc import Iterator
 from typing import Any
 
-from loray.deployments.errors import ToolError
 from loray.deployments.stop_strings import Shelter
 
 BEGIN = "<tool_call>"
@@ -59,16 +58,14 @@ def calls_shelter(is_first: bool) -> Shelter:
     return Shelter(BEGIN, f"\n{END}", is_first)
 
 
-def parsed_arguments(arguments: str, name: str) -> dict[str, Any]:
-    """Of a call that a caller sends back; `name` is the field's."""
+def parsed_arguments(arguments: str) -> dict[str, Any] | str:
+    """Of a call that a caller sends back: an object, as templates want it; or the text where it is none, as of a call that was cut."""
     try:
         value = json.loads(arguments or "{}")
         json.dumps(value, ensure_ascii=False, allow_nan=False).encode()  # refuses half characters and what only Python takes for JSON
-    except (ValueError, RecursionError) as error:
-        raise ToolError(f"{name}: is not JSON: {error}", name) from None
-    if not isinstance(value, dict):
-        raise ToolError(f"{name}: must be a JSON object", name)
-    return value
+    except (ValueError, RecursionError):
+        return arguments
+    return value if isinstance(value, dict) else arguments
 
 
 def _tag(function: dict[str, Any]) -> dict[str, Any]:
@@ -91,14 +88,16 @@ def _tools_text(tools: list[Tool]) -> str:
 
 
 def _plain(messages: list[Message]) -> Iterator[Message]:
-    results: list[str] = []  # that follow one another are one message: many templates want user and assistant in turn
+    results: list[str] = []  # are one message, with what the user says next: many templates want user and assistant in turn
     for message in messages:
         if message["role"] == "tool":
             results.append(f"<tool_response>\n{message['content']}\n</tool_response>")
             continue
-        if results:
+        if results and message["role"] == "user":
+            message = {**message, "content": "\n".join([*results, message["content"]])}
+        elif results:
             yield {"role": "user", "content": "\n".join(results)}
-            results = []
+        results = []
         calls = [_call_text(call["function"]) for call in message.get("tool_calls", [])]
         content = "\n".join(text for text in (message["content"], *calls) if text)
         yield {"role": message["role"], "content": content} | ({"name": message["name"]} if "name" in message else {})

@@ -465,6 +465,9 @@ def test_a_new_adapter_costs_the_same_however_many_are_remembered(service: Adapt
     looked_at.clear()
     service._use(ref("new"))
     assert 0 < len(looked_at) <= adapter_service.NUM_LOOKED_AT
+    for i in range(100):
+        service._use(ref(f"b{i}"))
+    assert len(service._uses) < 120, "those that have to be remembered don't keep the others from being forgotten"
 
 
 def test_the_engine_is_asked_about_few_adapters_between_two_steps(

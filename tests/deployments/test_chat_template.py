@@ -178,14 +178,6 @@ def test_a_models_own_template_for_tools_is_no_strangers(monkeypatch: pytest.Mon
     assert run(templates.prompt(MESSAGES, [WEATHER], None)).startswith("tools [system]You can call functions")
 
 
-@pytest.mark.parametrize("arguments", ["{", "[1]", "NaN", '{"a": NaN}', '{"a": "\\ud800"}', '{"\\ud800": 1}'])
-def test_a_call_sent_back_with_broken_arguments_is_refused_by_name(arguments: str) -> None:
-    call = {"id": "1", "type": "function", "function": {"name": "weather", "arguments": arguments}}
-    response = answer(saying("x"), {}, messages=[{"role": "assistant", "content": None, "tool_calls": [call]}])
-    error = response.json()["error"]
-    assert (response.status_code, error["code"], error["param"]) == (400, "tool_error", "messages.0.tool_calls.0.function.arguments")
-
-
 def test_a_folders_template_is_its_jinja_file_else_in_its_tokenizers_configuration(tmp_path: Path) -> None:
     assert adapter_template(tmp_path, "a") == ""
     (tmp_path / "tokenizer_config.json").write_text(json.dumps({"model_max_length": 8}))

@@ -101,6 +101,19 @@ def test_a_request_continues_where_another_replica_left_it(client: Client) -> No
     assert client.tokens("r") == tokens[5:]
 
 
+def test_a_request_that_comes_twice_runs_once_and_both_calls_end(client: Client, steps: RankInProcess) -> None:
+    steps.gate.clear()
+    second: list[Ending] = []
+    request = GenerationRequest(request_id="r", prompt_ids=[1, 2, 3], max_new_tokens=8, sampling=Sampling())
+    client.submit("r", request.prompt_ids)
+    client.engine.submit(request, None, client.address, second.append)
+    steps.gate.set()
+    assert client.tokens("r") == greedy("", [1, 2, 3], 8)
+    client.submit("next", [1, 2, 3])
+    assert client.tokens("next") == greedy("", [1, 2, 3], 8), "the engine goes on"
+    assert second == [client.endings["r"]]
+
+
 def test_an_ending_tells_what_was_made_here_and_when(client: Client) -> None:
     started = time.monotonic()
     client.submit("whole", [1, 2, 3])

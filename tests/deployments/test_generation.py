@@ -77,6 +77,14 @@ def test_no_stop_string_ends_it_before_the_least_number_of_tokens() -> None:
         assert generation.finish_reason == "stop_sequence"
 
 
+def test_a_special_stop_before_the_least_number_of_tokens_is_passed_by() -> None:
+    start_id = HF.convert_tokens_to_ids("<|im_start|>")
+    script = [[start_id], *tokens_of("hello"), [start_id], *tokens_of("never")]
+    request = wanting("x", sampling=Sampling(min_new_tokens=2))
+    generation, pieces = generate(ScriptedBackend(script, finish="length"), ["<|im_start|>"], request)
+    assert ("".join(piece.text for piece in pieces), generation.finish_reason) == ("hello", "stop_sequence")
+
+
 def test_text_that_only_began_a_stop_string_is_given_out_at_the_end() -> None:
     generation, pieces = generate(ScriptedBackend(tokens_of("hello"), finish="length"), stops=["lo there"])
     assert ("".join(piece.text for piece in pieces), generation.finish_reason) == ("hello", "length")

@@ -195,6 +195,17 @@ def test_completions_default_to_sixteen_tokens_and_chat_to_what_fits() -> None:
     assert [request.max_new_tokens for request in backend.requests] == [16, fits, 5, 6]
 
 
+def test_a_completion_without_max_tokens_takes_what_is_left() -> None:
+    backend = saying("x")
+    complete(backend, prompt=[5] * (MAX_TOTAL_TOKENS - 3))
+    assert [request.max_new_tokens for request in backend.requests] == [3]
+
+
+@pytest.mark.parametrize("field", ["max_tokens", "max_completion_tokens"])
+def test_too_many_tokens_of_a_chat_are_blamed_on_the_field_that_asks_for_them(field: str) -> None:
+    assert refusal(CHAT, **{field: 1000})["param"] == field
+
+
 def test_too_many_tokens_are_refused_with_both_numbers() -> None:
     error = refusal(COMPLETIONS, max_tokens=1000)
     assert error["param"] == "max_tokens" and "1000" in error["message"] and str(MAX_TOTAL_TOKENS) in error["message"]

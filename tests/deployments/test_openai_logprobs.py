@@ -44,11 +44,30 @@ def own_bytes(token: str) -> bytes:
 def test_places_of_an_echoed_texts_tokens_count_the_special_tokens_in_it(prompt: str, stream: bool) -> None:
     text, got = told(saying(" world"), stream, prompt=prompt, echo=True, logprobs=0)
     assert text == prompt + " world"
-    for token, place in zip(got["tokens"], got["text_offset"], strict=True):
+    *tokens, end = got["tokens"]
+    assert (end, got["text_offset"][-1]) == (HF.eos_token, len(text))
+    for token, place in zip(tokens, got["text_offset"][:-1], strict=True):
         if not token.startswith("bytes:"):
             assert text[place:].startswith(token)
-    assert b"".join(map(own_bytes, got["tokens"])).decode() == text
+    assert b"".join(map(own_bytes, tokens)).decode() == text
     assert got["text_offset"][len(HF.encode(prompt))] == len(prompt)
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_every_token_that_was_counted_is_told_the_one_that_ends_the_text_too(stream: bool) -> None:
+    """As lm-eval asks for scores: it drops the last one, whichever it is."""
+    prompt = HF.encode("hello world")
+    for script in ([[EOS_ID]], [HF.encode("!")[:1]]):
+        backend = ScriptedBackend(script, finish="eos_token" if script == [[EOS_ID]] else "length")
+        _, got = told(backend, stream, prompt=prompt, echo=True, logprobs=1, max_tokens=1, temperature=0)
+        assert got["token_logprobs"] == [None, *(-float(place) for place in range(1, len(prompt))), -0.5]
+
+
+def test_a_special_token_within_the_text_is_told_at_its_place() -> None:
+    start_id = HF.convert_tokens_to_ids("<|im_start|>")
+    backend = ScriptedBackend([*tokens_of("ab"), [start_id], *tokens_of("cd"), [EOS_ID]])
+    text, got = told(backend, logprobs=0)
+    assert text == "abcd" and dict(zip(got["tokens"], got["text_offset"], strict=True)).items() >= {("<|im_start|>", 2), (HF.eos_token, 4)}
 
 
 def test_places_of_echoed_token_ids_are_in_the_text_made_of_them() -> None:

@@ -89,6 +89,19 @@ def test_the_most_probable_of_the_best_are_answered() -> None:
     assert got["usage"]["completion_tokens"] == 16
 
 
+def test_the_best_is_the_most_probable_by_token_whatever_its_length() -> None:
+    class ShortOrLong(SaysItsSeed):
+        """The first has one token less probable than each of the second's, and fewer of them."""
+
+        def script_of(self, request: GenerationRequest) -> list[list[int] | Exception]:
+            return [*tokens_of("a" if request.sampling.seed == 1 else "b b b b b b"), [EOS_ID]]
+
+        def logprob_of(self, request: GenerationRequest) -> float:
+            return -1.0 if request.sampling.seed == 1 else -0.9
+
+    assert [choice["text"] for choice in answer(ShortOrLong(), COMPLETIONS, best_of=2, seed=1)["choices"]] == ["b b b b b b"]
+
+
 def test_each_streamed_choice_begins_with_its_role() -> None:
     got = [chunk["choices"][0] for chunk in chunks(SaysItsSeed(), CHAT, n=2, seed=3)]
     for index, text in ((0, "3"), (1, "4")):
@@ -140,7 +153,7 @@ def test_a_completions_logprobs_are_lists_beside_each_other(stream: bool) -> Non
                 got[name] += part["logprobs"][name]
     else:
         got = answer(backend, COMPLETIONS, logprobs=2)["choices"][0]["logprobs"]
-    tokens = [HF.decode(ids) for ids in tokens_of("hello world")]
+    tokens = [*(HF.decode(ids) for ids in tokens_of("hello world")), HF.eos_token]
     assert got["tokens"] == tokens and got["token_logprobs"] == [-0.5] * len(tokens)
     assert got["text_offset"] == [len("".join(tokens[:place])) for place in range(len(tokens))]
     assert all(token in top and len(top) <= 3 for token, top in zip(tokens, got["top_logprobs"], strict=True))

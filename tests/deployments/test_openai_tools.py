@@ -17,6 +17,7 @@ from loray.deployments.http_app import make_app
 from loray.deployments.request import GenerationRequest
 from loray.deployments.service import Service
 from loray.deployments.tokenizer import Tokenizer
+from loray.deployments.tool_format import parsed_arguments
 from tests.deployments.live_server import live
 from tests.deployments.scripted_backend import BASE, EOS_ID, HF, ScriptedBackend, saying, send, tokens_of
 from tests.deployments.tiny_grammars import random_text, read, shared_grammars
@@ -276,3 +277,39 @@ def test_a_schema_that_json_can_not_write_is_refused(value: str) -> None:
         service_of(saying("x")), "POST", "/v1/chat/completions", content=body.encode(), headers={"content-type": "application/json"}
     )
     assert (response.status_code, response.json()["error"]["param"]) == (400, "tools.0.function.parameters")
+
+
+def test_what_openais_client_adds_to_an_answer_may_be_sent_back_with_it() -> None:
+    function = {"name": "weather", "arguments": '{"city": "Bern"}', "parsed_arguments": {"city": "Bern"}}
+    called = {"role": "assistant", "content": None, "parsed": None, "tool_calls": [{"id": "1", "index": 0, "function": function}]}
+    result = {"role": "tool", "tool_call_id": "1", "content": "sun"}
+    parsed = {"role": "assistant", "content": '{"name": "Ann"}', "parsed": {"name": "Ann"}}
+    assert chat(saying("x"), messages=[*HELLO, called, result, parsed, *HELLO]).status_code == 200
+
+
+def test_a_message_with_a_broken_call_is_blamed_for_nothing_else() -> None:
+    broken = {"role": "assistant", "content": None, "tool_calls": [{"id": "1", "function": {"name": "weather", "arguments": "{}", "x": 1}}]}
+    message = chat(saying("x"), messages=[*HELLO, broken]).json()["error"]["message"]
+    assert "tool_calls.0.function.x" in message and "content" not in message
+
+
+def test_a_format_that_can_not_be_enforced_beside_tools_is_blamed_itself() -> None:
+    schema = {"type": "object", "not": {}}
+    wanted = {"type": "json_schema", "json_schema": {"name": "x", "schema": schema}}
+    error = chat(saying("x"), tools=[WEATHER], response_format=wanted).json()["error"]
+    assert error["param"] == "response_format" and error["message"].startswith("response_format: ") and error["code"] != "tool_error"
+
+
+def test_a_chunk_of_a_call_with_logprobs_has_no_empty_content() -> None:
+    stream = chat(saying(CALL), tools=[WEATHER], stream=True, logprobs=True).text
+    deltas = [json.loads(line[6:])["choices"][0]["delta"] for line in stream.splitlines() if line.startswith("data: {")]
+    assert all(delta["content"] is None for delta in deltas if "content" in delta) and any("tool_calls" in delta for delta in deltas)
+
+
+@pytest.mark.parametrize("arguments", ['{"city": "Zür', "[1]", "NaN", '{"a": NaN}', '{"a": "\\ud800"}', '{"\\ud800": 1}'])
+def test_arguments_of_a_call_sent_back_that_are_no_json_object_stay_a_text(arguments: str) -> None:
+    """A call that max_tokens cut is such a one."""
+    assert parsed_arguments(arguments) == arguments
+    call = {"id": "1", "function": {"name": "weather", "arguments": arguments}}
+    result = {"role": "tool", "tool_call_id": "1", "content": "what?"}
+    assert chat(saying("x"), messages=[*HELLO, {"role": "assistant", "content": None, "tool_calls": [call]}, result]).status_code == 200

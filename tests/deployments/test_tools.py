@@ -90,9 +90,9 @@ def test_a_template_that_knows_no_tools_gets_them_within_the_messages() -> None:
     assert others == [
         {"role": "user", "content": "hello"},
         {"role": "assistant", "content": f"{written}\n{written}"},
-        {"role": "user", "content": results},
-        {"role": "user", "content": "thanks"},
+        {"role": "user", "content": f"{results}\nthanks"},
     ]
+    assert described([*messages[:5], messages[2]], [WEATHER])[3:] == [{"role": "user", "content": results}, others[1]]
 
 
 def test_tools_have_a_system_message_of_their_own_where_there_is_none() -> None:

@@ -196,6 +196,12 @@ def test_with_auto_the_model_answers_or_calls(client: openai.OpenAI, base: str) 
     assert all(choice.message.content and not choice.message.tool_calls for choice in plain)
 
 
+def goes_on(client: openai.OpenAI, base: str, said: list[Any]) -> None:
+    """With the client's own objects as they came."""
+    answer = client.chat.completions.create(model=base, messages=[*HELLO, *said], max_tokens=2)
+    assert answer.usage and answer.usage.completion_tokens
+
+
 @pytest.mark.parametrize("model", ["", "a4"])
 def test_the_client_parses_structured_answers(client: openai.OpenAI, base: str, model: str) -> None:
     wanted: Any = {"model": model or base, "messages": HELLO, "response_format": Person, "seed": 2, "max_tokens": 300, "logprobs": True}
@@ -207,6 +213,7 @@ def test_the_client_parses_structured_answers(client: openai.OpenAI, base: str, 
         kinds = {event.type for event in stream}
         assert stream.get_final_completion().choices[0].message.parsed == answer.choices[0].message.parsed
     assert {"content.delta", "content.done"} <= kinds
+    goes_on(client, base, [answer.choices[0].message, *HELLO])
 
 
 def test_the_client_parses_a_streamed_call(client: openai.OpenAI, base: str) -> None:
@@ -215,8 +222,10 @@ def test_the_client_parses_a_streamed_call(client: openai.OpenAI, base: str) -> 
         model=base, messages=HELLO, tools=tools, tool_choice="required", parallel_tool_calls=False
     ) as stream:
         kinds = {event.type for event in stream}
-        (call,) = stream.get_final_completion().choices[0].message.tool_calls or []
+        message = stream.get_final_completion().choices[0].message
+    (call,) = message.tool_calls or []
     assert isinstance(call.function.parsed_arguments, GetWeather)
+    goes_on(client, base, [message, {"role": "tool", "tool_call_id": call.id, "content": "sun"}])
     assert {"tool_calls.function.arguments.delta", "tool_calls.function.arguments.done"} <= kinds
 
 

@@ -1,0 +1,145 @@
+"""Adapters found for requests, over a real store that downloads from a real server."""
+
+import asyncio
+import threading
+from collections.abc import Coroutine, Iterator
+from contextlib import nullcontext
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from loray.deployments.adapter_finder import AdapterFinder
+from loray.deployments.adapter_store import AdapterStore
+from loray.deployments.adapters import Adapter
+from loray.deployments.config import AdapterArgs
+from loray.deployments.request import AdapterRef, MergeRecipe
+from loray.models.merging import MergeMethod, merge_adapters
+from tests.deployments.file_server import FileServer
+from tests.deployments.peft_folder import SHAPES, save_folder
+
+HELD_S = 5  # at most, so that a failing test ends
+
+
+class Store(AdapterStore):
+    """Its searches stop with what they have found, each in front of the next of `doors`."""
+
+    def __init__(self, url: str, cache: Path) -> None:
+        super().__init__(AdapterArgs(allowed_urls=[url]), SHAPES, cache)
+        self.doors: list[threading.Event] = []
+        self.num_searches = 0
+
+    def find(self, ref: AdapterRef) -> Adapter:
+        door = self.doors.pop(0) if self.doors else None
+        adapter = super().find(ref)
+        self.num_searches += 1
+        if door:
+            door.wait(HELD_S)
+        return adapter
+
+
+class World:
+    """One adapter on a web server, and who looks for it."""
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder / "web"
+        self.save(seed=0)
+        self.web = FileServer(self._folder)
+        self.ref = AdapterRef(adapter_id=f"{self.web.url}/mine")
+        self.store = Store(self.web.url, folder / "cache")
+        self.finder = AdapterFinder(self.store, max_waiting=10, needed=lambda adapter: nullcontext())
+
+    def save(self, seed: int) -> None:
+        save_folder(self._folder / "mine", rank=4, seed=seed)
+
+    async def held_search(self, ref: AdapterRef) -> tuple["asyncio.Task[Adapter]", threading.Event]:
+        """One that has found what the source has now, and tells it when the door opens."""
+        self.store.doors.append(door := threading.Event())
+        num_searches = self.store.num_searches
+        search = asyncio.create_task(self.finder.find(ref))
+        while self.store.num_searches == num_searches:
+            await asyncio.sleep(0.01)
+        return search, door
+
+
+@pytest.fixture
+def world(tmp_path: Path) -> Iterator[World]:
+    made = World(tmp_path)
+    yield made
+    made.web.close()
+
+
+def run(work: Coroutine[Any, Any, None]) -> None:
+    asyncio.run(asyncio.wait_for(work, 30))
+
+
+def test_until_it_is_forgotten_an_adapter_is_what_was_downloaded_and_then_what_the_source_has(world: World) -> None:
+    async def work() -> None:
+        old = await world.finder.find(world.ref)
+        world.save(seed=1)
+        assert (await world.finder.find(world.ref)).version == old.version
+        await world.finder.forget(world.ref)
+        assert (await world.finder.find(world.ref)).version != old.version
+
+    run(work())
+
+
+@pytest.mark.parametrize("api_token", ["", "hf_mine"], ids=["as the admin", "with a token of his own"])
+def test_who_asks_after_a_reload_does_not_join_a_search_that_began_before_it(world: World, api_token: str) -> None:
+    async def work() -> None:
+        ref = AdapterRef(adapter_id=world.ref.adapter_id, api_token=api_token)
+        before, door = await world.held_search(ref)
+        world.save(seed=1)
+        await world.finder.forget(world.ref)
+        after = await world.finder.find(ref)
+        assert not before.done(), "nobody waited for it"
+        door.set()
+        assert (await before).version != after.version
+
+    run(work())
+
+
+def test_who_asks_for_a_merge_after_a_reload_of_its_part_gets_the_new_part(world: World) -> None:
+    def merge(folders: Any, weights: Any, method: dict[str, Any], shapes: Any, out: Path) -> None:
+        merge_adapters(folders, weights, MergeMethod(**method), shapes, out)
+
+    world.store.merge = merge  # the real one, in this process
+
+    async def work() -> None:
+        half = AdapterRef(adapter_id="half", merge=MergeRecipe(adapter_ids=(world.ref.adapter_id,), weights=(0.5,)))
+        before, door = await world.held_search(half)
+        world.save(seed=1)
+        await world.finder.forget(world.ref)
+        after = await world.finder.find(half)
+        assert not before.done(), "nobody waited for it"
+        door.set()
+        assert (await before).version != after.version
+
+    run(work())
+
+
+def test_a_search_that_a_reload_overtook_leaves_the_newer_one_to_be_joined(world: World) -> None:
+    async def work() -> None:
+        before, first_door = await world.held_search(world.ref)
+        await world.finder.forget(world.ref)
+        after, second_door = await world.held_search(world.ref)
+        first_door.set()
+        await before
+        third = asyncio.create_task(world.finder.find(world.ref))
+        await asyncio.sleep(0)
+        second_door.set()
+        assert (await third).version == (await after).version and world.store.num_searches == 2
+
+    run(work())
+
+
+def test_forgetting_one_adapter_leaves_the_searches_of_others_to_be_joined(world: World) -> None:
+    async def work() -> None:
+        search, door = await world.held_search(world.ref)
+        await world.finder.forget(AdapterRef(adapter_id=f"{world.web.url}/other"))
+        second = asyncio.create_task(world.finder.find(world.ref))
+        await asyncio.sleep(0)
+        door.set()
+        assert (await second).version == (await search).version and world.store.num_searches == 1
+
+    run(work())
