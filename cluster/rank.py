@@ -88,7 +88,8 @@ class Rank:
         parallel = init_parallel(self._rank, spec.world_size, master[0], master[1], device)
         dtype = getattr(torch, spec.dtype)
         sizes = spec.max_running, spec.max_total_tokens, spec.block_size
-        return Runner(Path(spec.model_path), parallel, device, dtype, *sizes, spec.trust_remote_code, spec.has_float8_cache)
+        flags = spec.trust_remote_code, spec.has_float8_cache, spec.quantization == "fp8"
+        return Runner(Path(spec.model_path), parallel, device, dtype, *sizes, *flags)
 
     def _hosted_runner(self, device: "torch.device") -> "CausalLMRunner":
         import torch

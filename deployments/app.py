@@ -13,19 +13,20 @@ from loray.deployments.ingress import Ingress
 from loray.deployments.model_check import check_model
 
 DRAIN_S = 120.0  # how long a replica that is replaced may finish what it has
-MAX_POLLS = 10_000  # every driver replica has one at the registry all the time
+MAX_CALLS = (
+    100_000  # at once in a replica. All have limits of their own and say when they are full; in Serve's queue health checks would wait too
+)
 
 
 def build(args: ServerArgs) -> serve.Application:
     """Refuses what can't work before anything is stopped or started, so an old version goes on serving."""
     args = settle(args)
     check_model(args)
-    max_requests = args.scheduler.max_running + args.scheduler.max_waiting
     driver = serve.deployment(Driver).options(
         ray_actor_options={"num_cpus": DRIVER_CPUS},
         placement_group_bundles=bundles(args.tensor_parallel_size, args.device),
         placement_group_strategy="STRICT_PACK",
-        max_ongoing_requests=2 * max_requests,  # the engine itself says when it is full
+        max_ongoing_requests=MAX_CALLS,
         autoscaling_config=_autoscaling(args.driver),
         health_check_period_s=5,
         health_check_timeout_s=30,
@@ -33,7 +34,7 @@ def build(args: ServerArgs) -> serve.Application:
     )
     ingress = serve.deployment(Ingress).options(
         ray_actor_options={"num_cpus": INGRESS_CPUS},
-        max_ongoing_requests=2 * max_requests,
+        max_ongoing_requests=MAX_CALLS,
         autoscaling_config=_autoscaling(args.ingress),
         graceful_shutdown_timeout_s=DRAIN_S,
     )
@@ -41,7 +42,7 @@ def build(args: ServerArgs) -> serve.Application:
         name="Registry",
         num_replicas=1,  # one owner; without arguments, so that a new config leaves it running
         ray_actor_options={"num_cpus": 0},
-        max_ongoing_requests=MAX_POLLS,
+        max_ongoing_requests=MAX_CALLS,
         graceful_shutdown_timeout_s=1,  # polls are asked again
     )
     followed = registry.bind()

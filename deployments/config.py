@@ -35,8 +35,9 @@ class ModelArgs(Section):
     """Whether code that comes with a checkpoint may run."""
     implementation: Literal["auto", "native", "transformers"] = "auto"
     """native: loray's own, tensor-parallel; transformers: its AutoModelForCausalLM on one rank; auto: native where there is one."""
-    quantization: Literal["bitsandbytes-8bit"] | None = None
-    """Load the weights in 8 bits, with implementation transformers on a GPU; needs the extra `bnb`."""
+    quantization: Literal["fp8", "bitsandbytes-8bit"] | None = None
+    """On a GPU. fp8: the linears in float8 (e4m3), natively, in bfloat16 otherwise; bitsandbytes-8bit: through transformers, needs the
+    extra `bnb`."""
     chat_template: str | None = None
     """A Jinja chat template in place of the model's own: the template itself, or the path of a file that holds it."""
     pooling: Literal["mean", "last"] = "mean"
@@ -112,7 +113,7 @@ class ApiKeyArgs(Section):
 
 
 class LimitArgs(Section):
-    max_body_bytes: ByteSize = Field(default=ByteSize(10 * MIB), gt=0)
+    max_body_bytes: ByteSize = Field(default=ByteSize(4 * MIB), gt=0)
     """Bytes one request's body may have; beyond it the answer is 413."""
     max_concurrent_requests: int = Field(default=1024, ge=1)
     """Unfinished requests one ingress replica may hold; beyond it the answer is 429. Health checks and metrics are not counted."""

@@ -31,6 +31,7 @@ TAIL_S = 10.0  # between the end of the Serve call and the last token on the oth
 ASK_S = 3.0  # for questions about health and numbers
 REGISTRY_S = 15.0  # for the adapter registry, which waits for replicas itself
 TEMPLATE_S = 600.0  # for an adapter's chat template, which comes with the adapter
+LEAVING_S = 0.1  # for Serve to cancel a task whose calls it has cancelled
 GRACE_S = 0.5  # beyond a deadline: the driver's own word of it says more
 MAX_LOSSES = 2  # replicas lost in a row without a single new token
 
@@ -85,7 +86,8 @@ class DriverClient:
     async def chat_template(self, adapter: AdapterRef) -> str:
         """May take as long as a download."""
         try:
-            return await asyncio.wait_for(_result(self._driver.chat_template.remote(msgspec.msgpack.encode(adapter))), TEMPLATE_S)
+            async with asyncio.timeout(TEMPLATE_S):
+                return await self._driver.chat_template.remote(msgspec.msgpack.encode(adapter))
         except RayTaskError as error:
             raise _told(error, "the driver") from error
         except TimeoutError as error:
@@ -105,7 +107,8 @@ class DriverClient:
 
     async def _ask(self, method: str) -> Any:
         try:
-            return await asyncio.wait_for(_result(getattr(self._driver, method).remote()), ASK_S)
+            async with asyncio.timeout(ASK_S):
+                return await getattr(self._driver, method).remote()
         except RayTaskError as error:
             raise _told(error, "the driver") from error
         except (RayError, TimeoutError) as error:
@@ -115,7 +118,8 @@ class DriverClient:
     async def _ask_registry(self, method: str, *messages: msgspec.Struct) -> Any:
         response = getattr(self._registry, method).remote(*map(msgspec.msgpack.encode, messages))
         try:
-            return await asyncio.wait_for(_result(response), REGISTRY_S)
+            async with asyncio.timeout(REGISTRY_S):
+                return await response
         except RayTaskError as error:
             raise _told(error, "the adapter registry") from error
         except (RayError, TimeoutError) as error:
@@ -136,12 +140,15 @@ class DriverClient:
         try:
             while not is_done:
                 try:
-                    event = await asyncio.wait_for(events.get(), wait_s)
+                    async with asyncio.timeout(wait_s):  # not wait_for: in Python 3.11 it may swallow a cancellation
+                        event = await events.get()
                 except TimeoutError as error:
                     if call.done():
                         raise ReplicaLost("its last tokens never came") from error
                     raise Incomplete(f"no replica took the request within {wait_s:.0f} s") from error
                 if event is None:
+                    if call.cancelled():  # when a client leaves, Serve cancels its calls, and a moment later this task
+                        await asyncio.sleep(LEAVING_S)
                     _raise_if_lost(call)
                     wait_s = TAIL_S
                 elif event.error:

@@ -9,11 +9,13 @@ def check_model(args: ServerArgs, *, verify: bool = False) -> Implementation:
     """How it will be served. Raises CheckpointError or ValueError, one line each."""
     config = read_config(resolve_model(args.model.id, args.model.revision, verify=verify))
     wanted = args.model.implementation
-    if args.model.quantization:
+    if args.model.quantization == "bitsandbytes-8bit":
         if wanted == "native" or args.device == "cpu":
             raise ValueError(f"model.quantization: {args.model.quantization} needs a GPU, and implementation auto or transformers")
         wanted = "transformers"
     implementation = choose(config, wanted, args.model.trust_remote_code)
+    if args.model.quantization == "fp8":
+        _check_float8(args, implementation)
     if args.kv_cache.dtype == "fp8" and (implementation != "native" or args.device == "cpu"):
         raise ValueError("kv_cache.dtype: fp8 needs a GPU and a model that loray runs natively")
     ranks = args.tensor_parallel_size
@@ -23,3 +25,12 @@ def check_model(args: ServerArgs, *, verify: bool = False) -> Implementation:
     if implementation == "native" and ranks > (heads := max_tensor_parallel(config)):
         raise ValueError(f"tensor_parallel_size: {ranks} is more than this model allows: it has {heads} attention heads")
     return implementation
+
+
+def _check_float8(args: ServerArgs, implementation: Implementation) -> None:
+    if args.device == "cpu":
+        raise ValueError("model.quantization: fp8 needs a GPU, and device is cpu")
+    if implementation != "native":
+        raise ValueError("model.quantization: fp8 needs a model that loray runs natively, and model.implementation auto or native")
+    if args.model.dtype not in ("auto", "bfloat16"):
+        raise ValueError(f"model.quantization: fp8 needs model.dtype auto or bfloat16, not {args.model.dtype}")

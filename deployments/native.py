@@ -17,6 +17,7 @@ from loray.deployments.error_shapes import native_body
 from loray.deployments.errors import InvalidRequest
 from loray.deployments.generation import OFF_LOOP_TOKENS, GeneratedToken, Generation, Timing
 from loray.deployments.json_answer import json_answer
+from loray.deployments.json_route import JsonRoute
 from loray.deployments.merge import merge
 from loray.deployments.native_headers import request_headers, time_headers, token_headers
 from loray.deployments.native_request import (
@@ -211,7 +212,7 @@ class Call:
 
 def make_router(service: Service) -> APIRouter:
     api = NativeApi(service)
-    router = APIRouter(tags=["native"])
+    router = APIRouter(tags=["native"], route_class=JsonRoute)
     _add_generation(router, api, service.args.api_keys)
     _add_embedding(router, api, service.args.api_keys)
     _add_token_routes(router, api)

@@ -13,6 +13,7 @@ from loray.deployments.service import MAX_ALTERNATIVES, MAX_SEED, MAX_STOPS, ran
 from loray.models.step import MAX_TOP_K, Sampling
 
 MAX_MERGED = 16  # adapters in one merge
+MAX_SCHEMA_PARTS = 50_000  # values in it, at all depths
 
 
 def whole_characters(text: str) -> str:
@@ -94,10 +95,23 @@ class MergedAdapters(Body):
 
 def json_text(schema: dict[str, Any]) -> str:
     """What came as JSON, in JSON again: what only Python's parser takes for JSON is refused."""
+    _check_size(schema)
     try:
         return whole_characters(json.dumps(schema, ensure_ascii=False, allow_nan=False))
     except RecursionError:
         raise ValueError("is nested too deeply") from None
+
+
+def _check_size(value: Any) -> None:
+    """Before anything looks at all of it."""
+    parts, num_parts = [value], 0
+    while parts:
+        part = parts.pop()
+        children = part.values() if isinstance(part, dict) else part if isinstance(part, list) else ()
+        num_parts += len(children)
+        if num_parts > MAX_SCHEMA_PARTS:
+            raise ValueError(f"has more than {MAX_SCHEMA_PARTS} values")
+        parts.extend(children)
 
 
 class ResponseFormat(Body):

@@ -19,6 +19,7 @@ from loray.deployments.error_shapes import openai_body
 from loray.deployments.errors import AdapterNotFound, InvalidRequest, ToolError
 from loray.deployments.generation import OFF_LOOP_TOKENS, Piece, PromptToken, Timing
 from loray.deployments.json_answer import json_answer
+from loray.deployments.json_route import JsonRoute
 from loray.deployments.merge import merge
 from loray.deployments.off_loop import in_turn_if, off_loop_if
 from loray.deployments.openai_choices import ChatChoice, Choice, CompletionChoice
@@ -242,7 +243,7 @@ def chunk_tail(call: Call) -> dict[str, dict[str, int] | None]:
 
 def make_router(service: Service) -> APIRouter:
     api = OpenAIApi(service)
-    router = APIRouter(prefix="/v1", tags=["openai"], responses=ERROR_DOCS)
+    router = APIRouter(prefix="/v1", tags=["openai"], responses=ERROR_DOCS, route_class=JsonRoute)
     bearer = caller_token(service.args.api_keys)
 
     async def hub_token(token: Annotated[str, Depends(bearer)]) -> str:

@@ -9,6 +9,7 @@ from loray.deployments.native_request import Body, Text, json_text
 from loray.deployments.tool_format import parsed_arguments
 
 MAX_TOOLS = 128  # OpenAI's
+MAX_PARTS = 1024  # of one message
 NO_ARGUMENTS = {"type": "object", "properties": {}, "additionalProperties": False}
 
 
@@ -68,6 +69,13 @@ class Message(Body):
         if calls and info.data.get("role", "assistant") != "assistant":
             raise ValueError("only the assistant's messages have them")
         return calls
+
+    @field_validator("content", mode="before")
+    @classmethod
+    def _few_parts(cls, content: Any) -> Any:
+        if isinstance(content, list) and len(content) > MAX_PARTS:
+            raise ValueError(f"has {len(content)} parts, more than {MAX_PARTS}")
+        return content
 
     @field_validator("content")
     @classmethod

@@ -148,10 +148,10 @@ def _check_copy(tensor: Tensor, name: str, layer: Layer) -> None:
     """PEFT puts it in the place of the base model's weight, so it must be that."""
     assert isinstance(layer, Embedding | Head), "only the embedding and the head are saved beside their LoRA"
     own, copy = layer.own_weight(), tensor[layer.part.slice]
-    num_rows = len(own) if own.is_cuda else max(1, MAX_ELEMENTS_AT_ONCE // own.shape[1])
+    num_rows = len(own) if own.is_cuda else max(1, MAX_ELEMENTS_AT_ONCE // copy.shape[1])
     is_near = torch.ones((), dtype=torch.bool, device=own.device)
     for own_rows, rows in zip(own.split(num_rows), copy.split(num_rows), strict=True):
         rows = rows.to(own.device, torch.float32)
-        is_near &= ((rows - own_rows.float()).norm(dim=1) <= MAX_DISTANCE * rows.norm(dim=1)).all()
+        is_near &= ((layer.shown(rows) - own_rows.float()).norm(dim=1) <= MAX_DISTANCE * rows.norm(dim=1)).all()
     if not is_near:
         raise AdapterError(f"tensor {name} is not the base model's own: modules trained as a whole are not supported")

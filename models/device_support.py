@@ -11,17 +11,22 @@ class UnsupportedDevice(ValueError):
     """The message says what is supported."""
 
 
-def check_device(device: torch.device, head_dim: int, has_float8_cache: bool) -> None:
+def check_device(device: torch.device, head_dim: int, has_float8_cache: bool, has_float8_weights: bool) -> None:
     if device.type == "cuda":
-        check_gpu(torch.cuda.get_device_name(device), torch.cuda.get_device_capability(device), head_dim, has_float8_cache)
+        name, capability = torch.cuda.get_device_name(device), torch.cuda.get_device_capability(device)
+        check_gpu(name, capability, head_dim, has_float8_cache, has_float8_weights)
 
 
-def check_gpu(name: str, capability: tuple[int, int], head_dim: int, has_float8_cache: bool) -> None:
+def check_gpu(name: str, capability: tuple[int, int], head_dim: int, has_float8_cache: bool, has_float8_weights: bool) -> None:
     if capability < OLDEST:
         raise UnsupportedDevice(f"{name} has compute capability {_shown(capability)}; loray needs {_shown(OLDEST)} (A100) or newer")
-    if has_float8_cache and capability < OLDEST_WITH_FLOAT8:
-        needed = f"{_shown(OLDEST_WITH_FLOAT8)} (L4, H100) or newer"
-        raise UnsupportedDevice(f"kv_cache.dtype: fp8 needs compute capability {needed}; {name} has {_shown(capability)}: use auto")
+    for field, is_wanted, instead in (
+        ("kv_cache.dtype", has_float8_cache, "use auto"),
+        ("model.quantization", has_float8_weights, "leave it out"),
+    ):
+        if is_wanted and capability < OLDEST_WITH_FLOAT8:
+            needed = f"{_shown(OLDEST_WITH_FLOAT8)} (L4, H100) or newer"
+            raise UnsupportedDevice(f"{field}: fp8 needs compute capability {needed}; {name} has {_shown(capability)}: {instead}")
     if head_dim > MAX_HEAD_DIM:
         raise UnsupportedDevice(f"the model has heads of {head_dim}; on a GPU loray attends heads of up to {MAX_HEAD_DIM}")
 

@@ -26,7 +26,7 @@ class RMSNorm(nn.Module):
         """x += scale * added in place; the new x, normalised."""
         return add_rms_norm(x, added, self.weight, self._eps, scale)
 
-    def pack(self) -> None:
+    def pack(self, _has_float8_weights: bool) -> None:
         self.weight.add_(self._offset)
 
 

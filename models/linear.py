@@ -11,6 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from loray.kernels.delta import Parted
+from loray.kernels.float8_linear import Float8Matrix, pack_float8
 from loray.kernels.half_linear import HalfMatrix, pack_half
 from loray.kernels.lora import LoraPages, LoraSegments, add_lora, lora_beside
 from loray.models.batch import Batch
@@ -57,7 +58,7 @@ class Linear(nn.Module):
         self.weight = nn.Parameter(torch.empty(self.out_size, self.in_size), requires_grad=False)
         self.bias = nn.Parameter(torch.empty(self.out_size), requires_grad=False) if bias else None
         self.lora: LoraPages | None = None
-        self._half: HalfMatrix | None = None
+        self._packed: PackedMatrix | None = None  # then the weight is empty, and says in which dtype adapters are kept
         self._squares: Tensor | None = None  # [outputs] float32, of the weight's rows
         self._parallel = parallel
         self.is_summed = is_row_parallel  # over the ranks
@@ -90,9 +91,9 @@ class Linear(nn.Module):
         return y
 
     def _base(self, x: Tensor, bias: Tensor | None) -> Tensor:
-        if self._half is None:
+        if self._packed is None:
             return F.linear(x, self.weight, bias)
-        y = self._half(x)
+        y = self._packed(x)
         return y if bias is None else y.add_(bias)
 
     def row_squares(self, projection: int, a: Tensor, b: Tensor) -> Tensor:
@@ -101,11 +102,11 @@ class Linear(nn.Module):
         product = self._base(a, None).split(self.widths, 1)[projection]
         return row_squares(self._squares.split(self.widths)[projection], product, a, b)
 
-    def pack(self) -> None:
+    def pack(self, has_float8_weights: bool) -> None:
         """Once the weights are here: keep them in the form that is read fastest."""
         self._squares = squares_of(self.weight, 1)
-        self._half = pack_half(self.weight)
-        if self._half is not None:
+        self._packed = pack_matrix(self.weight, has_float8_weights)
+        if self._packed is not None:
             self.weight.data = self.weight.new_empty(0)
 
     def weights(self, path: str) -> Iterator[Weight]:
@@ -126,6 +127,14 @@ class Linear(nn.Module):
         """What the checkpoint calls this layer's projections: they lie beside the layer itself."""
         parent = path.rpartition(".")[0]
         return [f"{parent}.{projection.name}" for projection in self.projections]
+
+
+PackedMatrix = HalfMatrix | Float8Matrix
+
+
+def pack_matrix(weight: Tensor, has_float8_weights: bool) -> PackedMatrix | None:
+    """None where it stays as it is."""
+    return pack_float8(weight) if has_float8_weights else pack_half(weight)
 
 
 Parts = Shard | tuple[Shard, ...]

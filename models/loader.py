@@ -28,14 +28,14 @@ Layer = tuple[nn.Module, list[tuple[str, Weight]]]  # a module and its weights, 
 class Packed(Protocol):
     """A layer that has something to do once its weights are there."""
 
-    def pack(self) -> None: ...
+    def pack(self, has_float8_weights: bool) -> None: ...
 
 
 class WeightsError(Exception):
     """The checkpoint's tensors are not those of the model; the message names them."""
 
 
-def load_weights(model: Decoder, folder: Path) -> int:
+def load_weights(model: Decoder, folder: Path, has_float8_weights: bool = False) -> int:
     """Fill every weight of the model; returns the bytes read."""
     started = time.perf_counter()
     num_bytes = 0
@@ -52,7 +52,7 @@ def load_weights(model: Decoder, folder: Path) -> int:
             for name, weight in weights:
                 num_bytes += _read(folder, name, weight, tensors[name])
             if isinstance(module, Packed):
-                module.pack()
+                module.pack(has_float8_weights)
     logger.info("loaded %d tensors, %.2f GB, in %.1f s", len(names), num_bytes / 1e9, time.perf_counter() - started)
     return num_bytes
 

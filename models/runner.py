@@ -58,13 +58,16 @@ class Runner:
         block_size: int = 16,
         trust_remote_code: bool = False,
         has_float8_cache: bool = False,
+        has_float8_weights: bool = False,
     ) -> None:
         started = time.perf_counter()
         config = AutoConfig.from_pretrained(model_path)
         with born_on(device, dtype), torch.inference_mode():
             self._model = model_class(config)(config, parallel, max_total_tokens)
-            check_device(device, self._model.kv_shape[2], has_float8_cache)
-            self._weight_bytes = load_weights(self._model, model_path)
+            check_device(device, self._model.kv_shape[2], has_float8_cache, has_float8_weights)
+            self._weight_bytes = load_weights(self._model, model_path, has_float8_weights)
+        if has_float8_weights:
+            release(device)  # the weights as they were read
         self._load_seconds = time.perf_counter() - started
         self._vocab_size = int(config.get_text_config().vocab_size)
         self._parallel = parallel

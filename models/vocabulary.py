@@ -6,11 +6,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from loray.kernels.half_linear import HalfMatrix, pack_half
 from loray.models.batch import Batch
 from loray.models.dora import row_squares, squares_of
-from loray.models.linear import Projection, Weight
+from loray.models.linear import PackedMatrix, Projection, Weight, pack_matrix
 from loray.models.parallel import Parallel
+from loray.models.row_sketch import RowSketch
 from loray.models.shards import Shard, cut
 
 
@@ -50,6 +50,10 @@ class Embedding(nn.Module):
     def own_weight(self) -> Tensor:  # [part of the vocabulary, hidden_size]
         return self.weight
 
+    def shown(self, rows: Tensor) -> Tensor:
+        """Rows of another weight, [rows, hidden_size], as own_weight shows those of its own."""
+        return rows
+
     def weights(self, path: str) -> Iterator[Weight]:
         shape = (self._vocab_size, self.weight.shape[1])
         yield Weight(f"{path}.weight", shape, (self.part.slice, slice(None)), self.weight)
@@ -68,7 +72,8 @@ class Head(nn.Module):
         self.projection = Projection("lm_head", hidden_size, vocab_size, Shard(0, hidden_size), (self.part,))
         self._shared = None if tied_to is None else tied_to.weight
         self.weight = nn.Parameter(torch.empty(self.part.size, hidden_size), requires_grad=False) if tied_to is None else tied_to.weight
-        self._half: HalfMatrix | None = None
+        self._packed: PackedMatrix | None = None
+        self._sketch: RowSketch | None = None  # where the weight itself is not kept in full
         self._squares: Tensor | None = None  # [part of the vocabulary] float32
 
     @property
@@ -92,23 +97,32 @@ class Head(nn.Module):
         return self._parallel.gather_columns(logits, self._vocab_size)
 
     def _base(self, hidden: Tensor) -> Tensor:
-        return F.linear(hidden, self.weight) if self._half is None else self._half(hidden)
+        return F.linear(hidden, self.weight) if self._packed is None else self._packed(hidden)
 
     def row_squares(self, _projection: int, a: Tensor, b: Tensor) -> Tensor:
         """[part of the vocabulary] of the weight and LoRA. a [rank, hidden_size], b [rank, part of the vocabulary]."""
         assert self._squares is not None, "weights are loaded before adapters"
         return row_squares(self._squares, self._base(a), a, b)
 
-    def own_weight(self) -> Tensor:  # [part of the vocabulary, hidden_size]
-        is_here = self._half is None or self.is_tied
+    def own_weight(self) -> Tensor:  # [part of the vocabulary, hidden_size, or the size of a sketch]
+        if self._sketch is not None:
+            return self._sketch.values
+        is_here = self._packed is None or self.is_tied
         return self.weight if is_here else self._base(torch.eye(self.projection.in_features)).T
 
-    def pack(self) -> None:
+    def shown(self, rows: Tensor) -> Tensor:
+        """Rows of another weight, [rows, hidden_size], as own_weight shows those of its own."""
+        return rows if self._sketch is None else self._sketch.of(rows)
+
+    def pack(self, has_float8_weights: bool) -> None:
         if self._shared is not None and not self.is_tied and torch.equal(self.weight, self._shared):  # the same once more: keep one
             self.weight = self._shared
         self._squares = squares_of(self.weight, 1)
-        self._half = pack_half(self.weight)
-        if self._half is not None and not self.is_tied:
+        if has_float8_weights and self.is_tied:  # the embedding keeps it in full, so that float8 would be more memory, not less
+            return
+        self._packed = pack_matrix(self.weight, has_float8_weights)
+        if self._packed is not None and not self.is_tied:
+            self._sketch = RowSketch(self.weight) if has_float8_weights else None
             self.weight.data = self.weight.new_empty(0)
 
     def weights(self, path: str) -> Iterator[Weight]:

@@ -165,6 +165,53 @@ def test_a_deadline_ends_also_what_no_replica_takes(monkeypatch: pytest.MonkeyPa
     play(driver, scenario())
 
 
+class LeavesTheFirst(Hangs):
+    """The first request gets no answer; any other would."""
+
+    def remote(self, request: bytes, endpoint: str, public_key: bytes) -> "Response":
+        self.latest = super().remote(request, endpoint, public_key)
+        return self.latest
+
+    async def _play(self, request_id: str, reply: Address) -> None:
+        await (super()._play if len(self.requests) == 1 else super(Hangs, self)._play)(request_id, reply)
+
+
+@pytest.mark.parametrize("num_ticks", range(9))
+def test_a_client_that_leaves_ends_its_request_and_starts_no_other(num_ticks: int) -> None:
+    """Serve cancels the calls that a request has made first, and then the request itself."""
+    driver = LeavesTheFirst([[ACCEPTED, tokens(1, finish_reason="length")]])
+
+    async def scenario() -> None:
+        asking = asyncio.create_task(anext(Client(driver).generate(request())))
+        while not driver.requests:
+            await asyncio.sleep(0)
+        for _ in range(20):  # until it waits for an answer
+            await asyncio.sleep(0)
+        driver.latest.cancel()
+        for _ in range(num_ticks):
+            await asyncio.sleep(0)
+        asking.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await asking
+        assert len(driver.requests) == 1
+
+    play(driver, scenario())
+
+
+def test_a_call_that_was_cancelled_while_nobody_left_is_made_again() -> None:
+    driver = LeavesTheFirst([[ACCEPTED, tokens(1, finish_reason="length")]])
+
+    async def scenario() -> None:
+        asking = asyncio.create_task(anext(Client(driver).generate(request())))
+        while not driver.requests:
+            await asyncio.sleep(0)
+        driver.latest.cancel()
+        await asking
+        assert len(driver.requests) == 2
+
+    play(driver, scenario())
+
+
 def test_a_template_whose_adapter_is_long_on_its_way_is_told_so(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(driver_client, "TEMPLATE_S", 0.02)
     driver = Hangs([])

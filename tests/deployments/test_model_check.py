@@ -11,6 +11,9 @@ from safetensors.torch import save_file
 from loray.deployments.config import ServerArgs
 from loray.deployments.model_check import check_model
 
+LLAMA = {"architectures": ["LlamaForCausalLM"], "num_attention_heads": 6}
+ON_GPU = {"quantization": "fp8", "device": "cuda"}
+
 
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
@@ -26,10 +29,17 @@ def args_for(folder: Path, config: dict[str, Any], ranks: int = 1, device: str =
 
 
 def test_a_model_is_served_natively_or_through_transformers(folder: Path) -> None:
-    llama = {"architectures": ["LlamaForCausalLM"], "num_attention_heads": 6}
-    assert check_model(args_for(folder, llama, ranks=6)) == "native"
-    assert check_model(args_for(folder, llama, implementation="transformers")) == "transformers"
+    assert check_model(args_for(folder, LLAMA, ranks=6)) == "native"
+    assert check_model(args_for(folder, LLAMA, implementation="transformers")) == "transformers"
     assert check_model(args_for(folder, {"architectures": ["MptForCausalLM"]})) == "transformers"
+
+
+@pytest.mark.parametrize("dtype", ["auto", "bfloat16"])
+@pytest.mark.parametrize("implementation", ["auto", "native"])
+def test_weights_in_eight_bits_are_served_as_their_quantization_says(folder: Path, implementation: str, dtype: str) -> None:
+    float8 = args_for(folder, LLAMA, 2, **ON_GPU, implementation=implementation, dtype=dtype)
+    assert check_model(float8) == "native"
+    assert check_model(args_for(folder, LLAMA, quantization="bitsandbytes-8bit", device="cuda", dtype=dtype)) == "transformers"
 
 
 @pytest.mark.parametrize(
@@ -40,6 +50,11 @@ def test_a_model_is_served_natively_or_through_transformers(folder: Path) -> Non
         ({"architectures": ["BertForMaskedLM"]}, {}, "no causal language model with a key-value cache"),
         ({"architectures": ["BloomForCausalLM"]}, {"implementation": "native"}, "native does not know BloomForCausalLM"),
         ({"architectures": ["LlamaForCausalLM"]}, {"quantization": "bitsandbytes-8bit"}, "needs a GPU"),
+        ({"architectures": ["LlamaForCausalLM"]}, {"quantization": "fp8"}, "model.quantization: fp8 needs a GPU, and device is cpu"),
+        (LLAMA, {**ON_GPU, "implementation": "transformers"}, "model.quantization: fp8 needs a model that loray runs natively"),
+        ({"architectures": ["BloomForCausalLM"]}, ON_GPU, "model.quantization: fp8 needs a model that loray runs natively"),
+        (LLAMA, {**ON_GPU, "dtype": "float16"}, "model.quantization: fp8 needs model.dtype auto or bfloat16, not float16"),
+        (LLAMA, {**ON_GPU, "dtype": "float32"}, "model.quantization: fp8 needs model.dtype auto or bfloat16, not float32"),
         ({"architectures": ["LlamaForCausalLM"]}, {"kv_dtype": "fp8"}, "kv_cache.dtype: fp8 needs a GPU"),
         ({"architectures": ["BloomForCausalLM"]}, {"kv_dtype": "fp8", "device": "cuda"}, "a model that loray runs natively"),
     ],

@@ -12,24 +12,26 @@ from loray.models.parallel import Parallel
 from loray.models.runner import Runner
 
 TOO_MANY_BYTES = 1 << 48  # more than a process can address
+NO_FLOAT8 = (False, False)  # neither the cache nor the weights
 
 
 @pytest.mark.parametrize(
-    ("capability", "head_dim", "has_float8_cache", "words"),
+    ("capability", "head_dim", "float8", "words"),
     [
-        ((7, 5), 64, False, r"Card has compute capability 7\.5; loray needs 8\.0 \(A100\) or newer"),
-        ((8, 0), 64, True, r"kv_cache\.dtype: fp8 needs compute capability 8\.9 .* Card has 8\.0: use auto"),
-        ((9, 0), 512, False, "heads of 512; on a GPU loray attends heads of up to 256"),
+        ((7, 5), 64, NO_FLOAT8, r"Card has compute capability 7\.5; loray needs 8\.0 \(A100\) or newer"),
+        ((8, 0), 64, (True, False), r"kv_cache\.dtype: fp8 needs compute capability 8\.9 .* Card has 8\.0: use auto"),
+        ((8, 6), 64, (False, True), r"model\.quantization: fp8 needs compute capability 8\.9 .* Card has 8\.6: leave it out"),
+        ((9, 0), 512, NO_FLOAT8, "heads of 512; on a GPU loray attends heads of up to 256"),
     ],
 )
-def test_what_a_gpu_lacks_is_named(capability: tuple[int, int], head_dim: int, has_float8_cache: bool, words: str) -> None:
+def test_what_a_gpu_lacks_is_named(capability: tuple[int, int], head_dim: int, float8: tuple[bool, bool], words: str) -> None:
     with pytest.raises(UnsupportedDevice, match=words):
-        check_gpu("Card", capability, head_dim, has_float8_cache)
+        check_gpu("Card", capability, head_dim, *float8)
 
 
-@pytest.mark.parametrize(("capability", "has_float8_cache"), [((8, 0), False), ((8, 9), True), ((9, 0), True), ((10, 0), True)])
-def test_others_are_taken(capability: tuple[int, int], has_float8_cache: bool) -> None:
-    check_gpu("Card", capability, 256, has_float8_cache)
+@pytest.mark.parametrize(("capability", "has_float8"), [((8, 0), False), ((8, 9), True), ((9, 0), True), ((10, 0), True)])
+def test_others_are_taken(capability: tuple[int, int], has_float8: bool) -> None:
+    check_gpu("Card", capability, 256, has_float8, has_float8)
 
 
 def test_where_the_blocks_do_not_fit_there_are_fewer_and_the_log_says_so(
