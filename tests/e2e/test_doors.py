@@ -1,5 +1,6 @@
 """HTTP and Python handles against a running application: real sockets, real clients, real ranks."""
 
+import contextlib
 import json
 import re
 import shutil
@@ -168,6 +169,22 @@ def test_blocks_are_free_again_when_the_client_leaves(app: App) -> None:
         httpx.post(app.url + "/generate", json=long, timeout=0.1)
     app.wait_until_idle()
     assert re.search(r"^loray_driver_kv_blocks_used\{replica=\"\w+\"\} 0\.0$", httpx.get(app.url + "/metrics").text, re.MULTILINE)
+
+
+def test_whoever_leaves_before_anything_came_has_nothing_computed_to_the_end(app: App) -> None:
+    """At any moment on the way to the engine: Serve cancels what it has begun of a request, piece by piece."""
+    num_clients, num_new = 60, 1500
+    long = body("a4", max_new_tokens=num_new)
+
+    def leave_early(number: int) -> None:
+        with contextlib.suppress(httpx.TimeoutException):
+            httpx.post(app.url + "/generate", json=long, timeout=0.1 * number / num_clients + 0.002)
+
+    before = app.wait_until_idle()["generated_tokens_total"]
+    with ThreadPoolExecutor(8) as clients:
+        list(clients.map(leave_early, range(num_clients)))
+    after = app.wait_until_idle()["generated_tokens_total"]
+    assert after - before < num_new, "not one of them ran to its end"
 
 
 def test_a_stop_string_ends_the_request_in_the_engine_too(app: App) -> None:
