@@ -66,12 +66,13 @@ def read_rank_adapter(folder: Path, spec: AdapterSpec, targets: Mapping[str, Tar
     num_elements = sum(prod(shape) for shape in shapes.values())
     values = torch.empty(num_elements, dtype=dtypes.pop() if len(dtypes) == 1 else torch.float32, pin_memory=is_pinned)
     views = _views(values, shapes)
+    max_elements = num_elements if is_pinned else MAX_ELEMENTS_AT_ONCE  # a GPU decodes without this machine's threads
     try:
         tensors = FileTensors(folder / WEIGHTS_FILE, spec.places)
         for path, module in spec.modules.items():
-            _read_lora(tensors, module, targets[path].projection, views[path, "a"], views[path, "b"])
+            _read_lora(tensors, module, targets[path].projection, (views[path, "a"], views[path, "b"]), max_elements)
         for path, tokens in spec.tokens.items():
-            _copy(views[path, "rows"], tensors[tokens.name])
+            _copy(views[path, "rows"], tensors[tokens.name], 1.0, max_elements)
         for path, name in spec.copies.items():
             _check_copy(tensors[name], name, targets[path].layer)
         vectors = dict(_vectors(tensors, spec, targets))
@@ -97,17 +98,20 @@ def _views(values: Tensor, shapes: dict[tuple[str, str], tuple[int, int]]) -> di
     return {key: part.view(shape) for (key, shape), part in zip(shapes.items(), parts, strict=True)}
 
 
-def _read_lora(tensors: FileTensors, module: AdapterModule, projection: Projection, a: Tensor, b: Tensor) -> None:
+def _read_lora(
+    tensors: FileTensors, module: AdapterModule, projection: Projection, matrices: tuple[Tensor, Tensor], max_elements: int
+) -> None:
     """a [rank, inputs], b [rank, outputs]: filled."""
-    _copy(a, tensors[module.a_name][:, projection.in_part.slice])
+    a, b = matrices
+    _copy(a, tensors[module.a_name][:, projection.in_part.slice], 1.0, max_elements)
     sizes = [part.size for part in projection.out_parts]
     for out, part in zip(b.split(sizes, 1), projection.out_parts, strict=True):
-        _copy(out.T, tensors[module.b_name][part.slice], module.scale)
+        _copy(out.T, tensors[module.b_name][part.slice], module.scale, max_elements)
 
 
-def _copy(out: Tensor, values: Tensor, scale: float = 1.0) -> None:
+def _copy(out: Tensor, values: Tensor, scale: float, max_elements: int) -> None:
     """out = scale * values, some rows at once; multiplied in float32."""
-    num_rows = max(1, MAX_ELEMENTS_AT_ONCE // max(1, values.shape[1]))
+    num_rows = max(1, max_elements // max(1, values.shape[1]))
     pairs = [(out, values)] if len(values) <= num_rows else zip(out.split(num_rows), values.split(num_rows), strict=True)
     for out_rows, rows in pairs:
         if scale == 1:
