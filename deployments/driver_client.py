@@ -31,7 +31,7 @@ TAIL_S = 10.0  # between the end of the Serve call and the last token on the oth
 ASK_S = 3.0  # for questions about health and numbers
 REGISTRY_S = 15.0  # for the adapter registry, which waits for replicas itself
 TEMPLATE_S = 600.0  # for an adapter's chat template, which comes with the adapter
-LEAVING_S = 0.1  # for Serve to cancel a task whose calls it has cancelled
+LEAVING_S = 1.0  # for Serve to cancel a task whose calls it has cancelled
 GRACE_S = 0.5  # beyond a deadline: the driver's own word of it says more
 MAX_LOSSES = 2  # replicas lost in a row without a single new token
 
