@@ -3,13 +3,16 @@
 import contextlib
 import dataclasses
 import hashlib
+import math
 import os
 import threading
 from collections import OrderedDict
+from collections.abc import Iterable
 from pathlib import Path
 
 from loray.deployments.adapters import Adapter
 from loray.deployments.errors import AdapterFailed, AdapterNotFound
+from loray.deployments.expiring import Expiring
 from loray.deployments.keyed_lock import KeyedLock
 from loray.models.adapter import PAGE_RANK, AdapterError, signature
 from loray.models.adapter_config import CONFIG_FILE
@@ -17,6 +20,7 @@ from loray.models.adapter_header import WEIGHTS_FILE
 from loray.models.adapter_specs import AdapterSpecs
 
 MAX_REMEMBERED = 10_000  # validated versions
+NUM_NEW = 100  # folders that one question after many reads; about 7 ms each, where the header is long
 
 
 class AdapterFiles:
@@ -28,6 +32,7 @@ class AdapterFiles:
         self._validated: OrderedDict[str, Adapter] = OrderedDict()  # by path, most recently used last
         self._lock = threading.Lock()  # of _validated; never held while files are read
         self._validating = KeyedLock()
+        self._fits: Expiring[tuple[str, str], bool] = Expiring(math.inf, MAX_REMEMBERED)  # by path and signature
 
     def find(self, adapter_id: str) -> Adapter:
         """The adapter as its files are now: a folder dropped in, replaced or removed since counts at once."""
@@ -58,6 +63,29 @@ class AdapterFiles:
     def names(self) -> list[str]:
         """Every adapter that lies in a root."""
         return sorted({entry.parent.name for root in self._roots for entry in root.glob(f"*/{CONFIG_FILE}")})
+
+    def fitting(self, paths: Iterable[Path]) -> set[Path]:
+        """Those whose tensors have the base model's names and shapes. Quick: of many new ones the last count as such for now."""
+        fitting = set()
+        num_new = 0
+        for path in paths:
+            with contextlib.suppress(AdapterError, OSError):  # gone meanwhile
+                files = signature(path)
+                fits = self._fits.get((str(path), files))
+                if fits is None and num_new < NUM_NEW:
+                    num_new += 1
+                    fits = self._can_read(path)
+                    self._fits.put((str(path), files), fits)
+                if fits is not False:
+                    fitting.add(path)
+        return fitting
+
+    def _can_read(self, path: Path) -> bool:
+        try:
+            self._specs.read(path)
+        except (AdapterError, OSError):
+            return False
+        return True
 
     def _locate(self, adapter_id: str) -> Path:
         with contextlib.suppress(OSError, ValueError):  # a name that no file system can hold

@@ -9,7 +9,7 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metri
 from prometheus_client.registry import Collector
 
 from loray.deployments.adapter_status import AdapterState, AdapterStatus, TierUse
-from loray.deployments.generation import Generation
+from loray.deployments.generation import Generation, Timing, num_taken
 from loray.deployments.request import GenerationRequest
 
 MAX_LABELS = 100  # adapters with series of their own: thousands of ids would be tens of thousands of series
@@ -44,18 +44,18 @@ class AdapterMetrics:
             return
         timing = generation.timing
         self._count(label, outcome)
-        self._tokens.labels(label, "prompt").inc(generation.num_prompt_tokens)
+        self._tokens.labels(label, "prompt").inc(num_taken(generation.request, timing))
         self._tokens.labels(label, "generated").inc(generation.num_tokens)
         if timing.admitted:
             self._queue.labels(label).observe(timing.admitted - timing.received)
         if timing.first_token:
             self._first_token.labels(label).observe(timing.first_token - timing.received)
 
-    def observe_embedding(self, request: GenerationRequest, outcome: str, has_worked: bool) -> None:
+    def observe_embedding(self, request: GenerationRequest, timing: Timing, outcome: str, has_worked: bool) -> None:
         label = self._label(request, has_worked)
         if label:
             self._count(label, outcome)
-            self._tokens.labels(label, "prompt").inc(len(request.prompt_ids))
+            self._tokens.labels(label, "prompt").inc(num_taken(request, timing))
 
     def observe_statuses(self, statuses: Sequence[AdapterStatus]) -> None:
         listed = {status.adapter_id for status in statuses}

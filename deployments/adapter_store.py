@@ -95,19 +95,41 @@ class AdapterStore:
         return adapter
 
     def names(self) -> list[str]:
-        """The adapters that everybody may use and that are here."""
-        return sorted({*self._files.names(), *(entry.name for entry in self._cache.entries() if entry.name and not entry.is_private)})
+        """The adapters that everybody may use and that are here. Servers with other models and other lists of URLs share the disk."""
+        downloads = {
+            entry.name: self._cache.path(place.key, entry.version)
+            for entry, _, place in self._downloads()
+            if not entry.is_private and self._may_use(place)
+        }
+        fitting = self._files.fitting(downloads.values())
+        return sorted({*self._files.names(), *(name for name, path in downloads.items() if path in fitting)})
 
     def left_on_disk(self, known: Iterable[AdapterRef]) -> list[tuple[AdapterRef, Adapter]]:
-        """Downloads that none of these references means: an earlier process made them. Nothing but their place and version is looked up."""
-        keys = {NOWHERE, *map(self._key, known)}
+        """Downloads that none of these references means: others made them. Nothing but their place and version is looked up."""
+        keys = set(map(self._key, known))
         left = []
-        for entry in self._cache.entries():
-            ref = AdapterRef(adapter_id=entry.name, source="" if "://" in entry.name else "hub")
-            if (key := self._key(ref)) not in keys:
-                path = self._cache.path(key, entry.version)
+        for entry, ref, place in self._downloads():
+            if place.key not in keys:
+                path = self._cache.path(place.key, entry.version)
                 left.append((self.named(ref), Adapter(entry.name, entry.version, str(path), num_pages=0)))
         return left
+
+    def _downloads(self) -> Iterator[tuple[Entry, AdapterRef, Place]]:
+        """All on disk that have a name, whoever made them."""
+        for entry in self._cache.entries():
+            ref = AdapterRef(adapter_id=entry.name, source="" if "://" in entry.name else "hub")
+            try:
+                place = place_of(ref, self._default_source)
+            except InvalidRequest:
+                continue
+            yield entry, ref, place
+
+    def _may_use(self, place: Place) -> bool:
+        try:
+            self._sources[place.source].check(place)
+        except LorayError:
+            return False
+        return True
 
     def forget(self, ref: AdapterRef) -> None:
         """The next find asks the source. Folders need no such thing: they are always read as they are."""

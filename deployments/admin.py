@@ -20,6 +20,11 @@ from loray.deployments.service import Service
 LOAD_S = 600.0  # a download may take as long
 LOOK_S = 0.2  # between two looks at a load
 
+# As OpenAPI shows the answers.
+(_STATUS,), STATUS_SCHEMAS = msgspec.json.schema_components([AdapterStatus], ref_template="#/components/schemas/{name}")
+_SCHEMA = {"type": "object", "properties": {"adapters": {"type": "array", "items": _STATUS}}, "required": ["adapters"]}
+STATUSES: dict[str, Any] = {"content": {"application/json": {"schema": _SCHEMA}}}
+
 
 class LoadBody(Body):
     adapter_id: Text = Field(min_length=1)
@@ -127,37 +132,37 @@ def _shape(statuses: list[AdapterStatus]) -> dict[str, Any]:
 
 def make_router(service: Service) -> APIRouter:
     admin = AdapterAdmin(service)
-    router = APIRouter(prefix="/admin/adapters", tags=["admin"])
+    router = APIRouter(prefix="/admin/adapters", tags=["admin"], responses={200: STATUSES})
 
-    @router.get("")
+    @router.get("", response_model=None)
     async def listing(state: str | None = None) -> dict[str, Any]:
         """Every version of every adapter, or those in one state."""
         return await admin.listing(state)
 
-    @router.post("")
+    @router.post("", response_model=None)
     async def load(body: LoadBody) -> dict[str, Any]:
         """Answered when the adapter is in host memory, or with the reason why it can't be."""
         return await admin.load(body)
 
-    @router.post("/{adapter_id:path}/pin")
+    @router.post("/{adapter_id:path}/pin", response_model=None)
     async def pin(adapter_id: str) -> dict[str, Any]:
         """Keep it in memory whoever else needs the room."""
         return await admin.change("pin", adapter_id)
 
-    @router.post("/{adapter_id:path}/unpin")
+    @router.post("/{adapter_id:path}/unpin", response_model=None)
     async def unpin(adapter_id: str) -> dict[str, Any]:
         return await admin.change("unpin", adapter_id)
 
-    @router.post("/{adapter_id:path}/reload")
+    @router.post("/{adapter_id:path}/reload", response_model=None)
     async def reload(adapter_id: str) -> dict[str, Any]:
         """Look at its source again: running requests keep their version, new ones get the new one."""
         return await admin.change("reload", adapter_id)
 
-    @router.get("/{adapter_id:path}")
+    @router.get("/{adapter_id:path}", response_model=None)
     async def get(adapter_id: str) -> dict[str, Any]:
         return await admin.get(adapter_id)
 
-    @router.delete("/{adapter_id:path}")
+    @router.delete("/{adapter_id:path}", response_model=None)
     async def unload(adapter_id: str) -> dict[str, Any]:
         """Free all memory and disk it takes, after its last running request."""
         return await admin.change("unload", adapter_id)

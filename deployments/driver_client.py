@@ -145,7 +145,7 @@ class DriverClient:
                 except TimeoutError as error:
                     if call.done():
                         raise ReplicaLost("its last tokens never came") from error
-                    raise Incomplete(f"no replica took the request within {wait_s:.0f} s") from error
+                    raise Unhealthy(f"no replica took the request within {wait_s:.0f} s") from error
                 if event is None:
                     if call.cancelled():  # when a client leaves, Serve cancels its calls, and a moment later this task
                         await asyncio.sleep(LEAVING_S)

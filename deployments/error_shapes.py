@@ -20,6 +20,7 @@ from loray.deployments.errors import (
     ToolError,
     TooSlow,
     Unauthorized,
+    Unhealthy,
 )
 
 UNION_TAGS = {"str", "int", "float", "bool", "list", "dict"}  # how pydantic names the branches of a union in a location
@@ -103,9 +104,9 @@ def response(request: Request, error: LorayError) -> JSONResponse:
 
 
 def _headers(error: LorayError) -> dict[str, str]:
-    if isinstance(error, Overloaded):
+    if isinstance(error, Overloaded | Unhealthy):
         return {"Retry-After": str(error.retry_after)}
-    if isinstance(error, TooSlow):
+    if isinstance(error, TooLarge | TooSlow):
         return {"Connection": "close"}  # what is left of the body is no next request
     if isinstance(error, DeadlineExceeded) or isinstance(error.__cause__, DeadlineExceeded):
         return {"x-should-retry": "false"}  # OpenAI's client would start it twice more, only to run out of time again

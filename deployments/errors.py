@@ -17,7 +17,7 @@ LorayError
 ├── Incomplete           500 incomplete_generation  accepted, but could not be finished
 ├── DeadlineExceeded     500 incomplete_generation  accepted, but not finished in limits.request_timeout_s
 ├── EmbeddingFailed      500 embedding_failure      the same of an embedding
-└── Unhealthy            503 healthcheck            no tokens can be made now
+└── Unhealthy            503 healthcheck            no tokens can be made now; try again after `retry_after` seconds
 """
 
 from typing import ClassVar
@@ -112,6 +112,7 @@ class EmbeddingFailed(LorayError):
 class Unhealthy(LorayError):
     status = 503
     error_type = "healthcheck"
+    retry_after: ClassVar[int] = 5  # seconds; a lost replica is built anew in more
 
 
 _BY_NAME: dict[str, type[LorayError]] = {

@@ -52,12 +52,17 @@ class Timing:
 
     received: float = field(default_factory=time.monotonic)
     validated: float = 0.0
-    accepted: float = 0.0
+    accepted: float = 0.0  # by the engine; 0 also where it refused the request after all
     admitted: float = 0.0  # it left the queue; known with the first token
     first_token: float = 0.0
     latest_token: float = 0.0
     finished: float = 0.0
     gaps: list[float] = field(default_factory=list)  # seconds between tokens, one for each event
+
+
+def num_taken(request: GenerationRequest, timing: Timing) -> int:
+    """Prompt tokens that the engine took: none of a request that it refused."""
+    return len(request.prompt_ids) if timing.accepted else 0
 
 
 class Generation:

@@ -2,6 +2,7 @@
 
 import asyncio
 import http
+import re
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from typing import Any
@@ -12,19 +13,21 @@ from fastapi.responses import JSONResponse
 from prometheus_client import CONTENT_TYPE_LATEST
 from starlette.exceptions import HTTPException
 from starlette.middleware.cors import CORSMiddleware
+from starlette.requests import ClientDisconnect
 from starlette.routing import Match, Route
 
 from loray.deployments import admin, error_shapes, native, openai, request_log
+from loray.deployments.api_docs import Info, complete_docs
 from loray.deployments.config import ServerArgs
 from loray.deployments.error_shapes import ERROR_RESPONSES
 from loray.deployments.errors import InvalidRequest, LorayError, TooLarge, TooSlow
 from loray.deployments.health import Health
-from loray.deployments.middleware import KeyCheck, LastResort, Limits, PrefixIsRoot, RequestRecord
-from loray.deployments.openai_docs import leave_out_422
+from loray.deployments.middleware import CLIENT_GONE, KeyCheck, LastResort, Limits, PrefixIsRoot, RequestRecord
 from loray.deployments.request_spans import RequestSpans
 from loray.deployments.service import Service
 from loray.deployments.tracing import make_tracing
 
+JSON_TYPE = re.compile(r"application/([^/]+\+)?json", re.IGNORECASE)  # what FastAPI reads as JSON
 METRICS: dict[str, Any] = {"content": {"text/plain": {"schema": {"type": "string"}}, "application/json": {"schema": {"type": "array"}}}}
 
 
@@ -50,7 +53,7 @@ def make_app(service: Service, answers_request_id: bool = True) -> FastAPI:
     routers = [native.make_router(service), openai.make_router(service), admin.make_router(service)]
     for router in routers:
         app.include_router(router)
-    leave_out_422(app)
+    complete_docs(app, service.args.api_keys)
     _add_health(app, Health(service))
     _add_descriptions(app, service)
     _add_guards(app, service.args)
@@ -89,6 +92,8 @@ def _add_error_handlers(app: FastAPI) -> None:
 
     @app.exception_handler(HTTPException)
     async def on_http_error(request: Request, error: HTTPException) -> Response:
+        if isinstance(error.__cause__, ClientDisconnect):
+            return Response(status_code=int(CLIENT_GONE))  # for the record; nobody is there to read it
         if error.status_code == 400:  # FastAPI could not read the body as JSON text at all
             return error_shapes.response(request, InvalidRequest(f"the body is not valid JSON: {error.detail}"))
         if error.status_code == TooLarge.status:
@@ -105,7 +110,7 @@ def _invalid_body(request: Request, error: RequestValidationError) -> InvalidReq
     if first["type"] == "json_invalid":
         return InvalidRequest(f"the body is not valid JSON: {first['ctx']['error']} at character {first['loc'][0]}")
     media_type = request.headers.get("content-type", "")
-    if not first["loc"] and "json" not in media_type:
+    if not first["loc"] and not JSON_TYPE.fullmatch(media_type.partition(";")[0].strip()):
         return InvalidRequest(f"the body must be JSON, sent with Content-Type: application/json, not {media_type!r}")
     return error_shapes.invalid_request(errors)
 
@@ -149,7 +154,7 @@ def _add_health(app: FastAPI, checks: Health) -> None:
 
 
 def _add_descriptions(app: FastAPI, service: Service) -> None:
-    @app.get("/info", tags=["description"])
+    @app.get("/info", tags=["description"], response_model=None, responses={200: {"model": Info}})
     async def info() -> dict[str, Any]:
         """The model and the limits."""
         return service.info()

@@ -5,6 +5,7 @@ import re
 from collections.abc import Mapping
 
 WORD = re.compile(r"[\x21-\x7e]{1,128}")
+MAX_CHARS = 200  # of a value, before it is quoted: a cut through what is quoted could leave half an escape
 
 
 def log_line(kind: str, fields: Mapping[str, object]) -> str:
@@ -14,4 +15,4 @@ def log_line(kind: str, fields: Mapping[str, object]) -> str:
 def _value(value: object) -> str:
     """An adapter's name may be anything; a line stays a line of words."""
     text = str(value)
-    return text if WORD.fullmatch(text) and '"' not in text else json.dumps(text)[:200]
+    return text if WORD.fullmatch(text) and '"' not in text else json.dumps(text[:MAX_CHARS])

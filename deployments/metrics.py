@@ -9,7 +9,7 @@ from prometheus_client.registry import Collector
 
 from loray.deployments.adapter_metrics import AdapterMetrics
 from loray.deployments.adapter_status import AdapterStatus
-from loray.deployments.generation import Generation
+from loray.deployments.generation import Generation, Timing, num_taken
 from loray.deployments.request import GenerationRequest
 from loray.deployments.request_log import RequestNote
 
@@ -42,7 +42,9 @@ class Metrics:
         self._key_tokens = self._counter("key_tokens", "Tokens by the API key's name", ["key", "kind"])
         self._generations = self._counter("generations", "Generations by outcome", ["adapter", "outcome"])
         self._embeddings = self._counter("embeddings", "Embeddings by outcome", ["adapter", "outcome"])
-        self._prompt_tokens = self._counter("prompt_tokens", "Prompt tokens, of embeddings too", ["adapter"])
+        self._prompt_tokens = self._counter(
+            "prompt_tokens", "Prompt tokens that the engine took, of each sequence and of embeddings", ["adapter"]
+        )
         self._generated_tokens = self._counter("generated_tokens", "Generated tokens", ["adapter"])
         self._first_token = self._histogram("time_to_first_token_seconds", "From request to first token", LATENCY_BUCKETS)
         self._queue = self._histogram("queue_seconds", "From validation to a place in the batch", LATENCY_BUCKETS)
@@ -66,26 +68,25 @@ class Metrics:
         timing = generation.timing
         self._adapters.observe_generation(generation, outcome)
         self._generations.labels(kind, outcome).inc()
-        self._prompt_tokens.labels(kind).inc(generation.num_prompt_tokens)
+        self._prompt_tokens.labels(kind).inc(num_taken(generation.request, timing))
         self._generated_tokens.labels(kind).inc(generation.num_tokens)
         if not generation.num_tokens:
             return
         self._first_token.labels(kind).observe(timing.first_token - timing.received)
-        if timing.admitted:
-            self._queue.labels(kind).observe(max(0.0, timing.admitted - timing.validated))
+        self._queue.labels(kind).observe(max(0.0, timing.admitted - timing.validated))
         self._total.labels(kind).observe(timing.finished - timing.received)
         gap_histogram = self._gap.labels(kind)
         for seconds in timing.gaps:
             gap_histogram.observe(seconds)
 
-    def observe_embedding(self, request: GenerationRequest, outcome: str, seconds: float) -> None:
-        """Once, when it is over; seconds: since it was received."""
+    def observe_embedding(self, request: GenerationRequest, timing: Timing, outcome: str) -> None:
+        """Once, when it is over."""
         kind = adapter_kind(request.adapter_id)
-        self._adapters.observe_embedding(request, outcome, outcome == EMBEDDED)
+        self._adapters.observe_embedding(request, timing, outcome, outcome == EMBEDDED)
         self._embeddings.labels(kind, outcome).inc()
-        self._prompt_tokens.labels(kind).inc(len(request.prompt_ids))
+        self._prompt_tokens.labels(kind).inc(num_taken(request, timing))
         if outcome == EMBEDDED:
-            self._embedding.labels(kind).observe(seconds)
+            self._embedding.labels(kind).observe(timing.finished - timing.received)
 
     def observe_adapters(self, statuses: Sequence[AdapterStatus]) -> None:
         """As the driver replicas have them now."""

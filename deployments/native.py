@@ -34,6 +34,7 @@ from loray.deployments.native_request import (
     sampling_of,
 )
 from loray.deployments.native_shapes import (
+    ANSWER,
     EVENTS,
     EmbedShape,
     Finished,
@@ -222,7 +223,7 @@ def make_router(service: Service) -> APIRouter:
 def _add_generation(router: APIRouter, api: NativeApi, keys: ApiKeyArgs) -> None:
     Token = Annotated[str, Depends(caller_token(keys))]
 
-    @router.post("/generate", response_model=GenerateShape)
+    @router.post("/generate", response_model=GenerateShape, responses={200: ANSWER})
     async def generate(body: GenerateBody, token: Token) -> Response:
         """One generation, answered whole."""
         response, headers = await api.respond(body, Timing(), token)
@@ -247,7 +248,7 @@ def _add_generation(router: APIRouter, api: NativeApi, keys: ApiKeyArgs) -> None
 def _add_embedding(router: APIRouter, api: NativeApi, keys: ApiKeyArgs) -> None:
     Token = Annotated[str, Depends(caller_token(keys))]
 
-    @router.post("/embed", response_model=EmbedShape)
+    @router.post("/embed", response_model=EmbedShape, responses={200: ANSWER})
     async def embed(body: EmbedBody, token: Token) -> Response:
         """One text as a vector: its final hidden states, pooled."""
         response, headers = await api.respond_embed(body, Timing(), token)

@@ -146,6 +146,16 @@ def event_stream_docs(description: str) -> dict[str, Any]:
     return {"text/event-stream": {"schema": {"type": "object", "properties": {"data": data}, "required": ["data"]}}}
 
 
+_TIMES = ["compute-time", "total-time", "validation-time", "queue-time", "inference-time", "time-per-token", "time-to-first-token"]
+_COUNTS = ["compute-characters", "prompt-tokens", "generated-tokens", "total-tokens", "skipped-tokens"]
+_WORDS = ["compute-type", "model-id", "adapter-id", "adapter-source"]
+HEADERS: dict[str, dict[str, Any]] = {  # a stream has those that are known when it begins
+    **{f"x-{name}": {"description": "milliseconds", "schema": {"type": "integer"}} for name in _TIMES},
+    **{f"x-{name}": {"schema": {"type": "integer"}} for name in _COUNTS},
+    **{f"x-{name}": {"schema": {"type": "string"}} for name in _WORDS},
+}
+ANSWER: dict[str, Any] = {"headers": HEADERS}
 EVENTS: dict[str, Any] = {
-    "content": event_stream_docs("One event a token, {token, generated_text, details}; of an error {error, error_type}.")
+    **ANSWER,
+    "content": event_stream_docs("One event a token, {token, generated_text, details}; of an error {error, error_type}."),
 }

@@ -2,7 +2,6 @@
 
 from typing import Any, Literal
 
-from fastapi import FastAPI
 from pydantic import BaseModel
 
 from loray.deployments.error_shapes import OPENAI_SCHEMA
@@ -140,18 +139,3 @@ ERROR_DOCS: Docs = {status: {"content": _ERROR_CONTENT, "description": text} for
 _STREAM = event_stream_docs("With stream: true: chunks, then [DONE].")
 CHAT_DOCS: Docs = {200: {"model": ChatCompletion, "content": _STREAM}}
 COMPLETION_DOCS: Docs = {200: {"model": Completion, "content": _STREAM}}
-
-
-def leave_out_422(app: FastAPI) -> None:
-    """FastAPI tells of it for every route that has parameters; under /v1 a bad one is 400."""
-    describe = app.openapi
-
-    def openapi() -> dict[str, Any]:
-        description = describe()
-        for path, operations in description["paths"].items():
-            for operation in operations.values():
-                if path.startswith("/v1/"):
-                    operation["responses"].pop("422", None)
-        return description
-
-    app.openapi = openapi  # type: ignore[method-assign]  # FastAPI's own way to change the description

@@ -42,7 +42,9 @@ class RequestNote:
 
     @property
     def num_prompt_tokens(self) -> int:
-        return sum(len(sequence.request.prompt_ids) for sequence in self.sequences)
+        """Of those that the engine took, each prompt once: the sequences that are made of one share its list."""
+        prompts = [sequence.request.prompt_ids for sequence in self.sequences if sequence.timing.accepted]
+        return sum({id(prompt_ids): len(prompt_ids) for prompt_ids in prompts}.values())
 
     @property
     def num_tokens(self) -> int:

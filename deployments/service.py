@@ -1,6 +1,7 @@
 """Everything the routes share: model, tokenizer, backend, limits, metrics. Knows neither request nor response shapes."""
 
 import asyncio
+import logging
 import math
 import secrets
 import time
@@ -27,9 +28,12 @@ from loray.deployments.stop_strings import Shelter
 from loray.deployments.tokenizer import Tokenizer
 from loray.models.step import Sampling
 
+logger = logging.getLogger(__name__)
+
 MAX_SEED = 2**63 - 1
 MAX_STOPS = 4
 MAX_ALTERNATIVES = 20  # most probable tokens reported for each new one
+FAILED = "error"  # the outcome of what met a bug
 ANSWER_S = 5.0  # for questions about health and numbers; one that is unanswered by then has failed
 
 
@@ -188,11 +192,14 @@ class Service:
                 yield generation
             outcome = generation.finish_reason or outcome
             self.has_generated = self.has_generated or generation.num_tokens > 0
-        except GrammarFailed as error:
-            outcome = error.error_type
-            raise InvalidRequest(f"{request.grammar_field}: {error.message}", request.grammar_field) from error
         except LorayError as error:
             outcome = error.error_type
+            _note_refusal(error, timing)
+            if isinstance(error, GrammarFailed):
+                raise InvalidRequest(f"{request.grammar_field}: {error.message}", request.grammar_field) from error
+            raise
+        except Exception:
+            outcome = FAILED
             raise
         finally:
             await generation.aclose()
@@ -209,18 +216,20 @@ class Service:
                 embedding = await self._embedding(request, timing)
             outcome = EMBEDDED
             return embedding
-        except InvalidRequest as error:
-            outcome = error.error_type
-            raise InvalidRequest(f"{name}: {error.message}", name) from error
-        except (Incomplete, DeadlineExceeded, EmbeddingFailed) as error:
-            outcome = EmbeddingFailed.error_type
-            raise EmbeddingFailed(f"{name}: {error.message}") from error
         except LorayError as error:
-            outcome = error.error_type
-            raise
+            _note_refusal(error, timing)
+            told = _of_embedding(error, name)
+            outcome = told.error_type
+            if told is error:
+                raise
+            raise told from error
+        except Exception as error:
+            outcome = FAILED
+            logger.exception("an embedding failed")
+            raise EmbeddingFailed(f"{name}: internal error") from error
         finally:
             timing.finished = time.monotonic()
-            self.metrics.observe_embedding(request, outcome, timing.finished - timing.received)
+            self.metrics.observe_embedding(request, timing, outcome)
             request_log.add(request, timing, 0, outcome)
 
     async def _embedding(self, request: GenerationRequest, timing: Timing) -> list[float]:
@@ -270,6 +279,20 @@ class Service:
             "version": version("loray"),
             **self.facts,
         }
+
+
+def _note_refusal(error: LorayError, timing: Timing) -> None:
+    """A driver says that it has a request whose adapter takes long to come, and may refuse it later."""
+    if error.status < 500 and not timing.admitted:
+        timing.accepted = 0.0
+
+
+def _of_embedding(error: LorayError, name: str) -> LorayError:
+    if isinstance(error, InvalidRequest):
+        return InvalidRequest(f"{name}: {error.message}", name)
+    if isinstance(error, Incomplete | DeadlineExceeded | EmbeddingFailed):
+        return EmbeddingFailed(f"{name}: {error.message}")
+    return error
 
 
 def _with_time_left(request: GenerationRequest, timing: Timing) -> GenerationRequest:

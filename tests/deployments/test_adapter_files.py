@@ -2,8 +2,10 @@ from pathlib import Path
 
 import pytest
 
+from loray.deployments import adapter_files
 from loray.deployments.adapter_files import AdapterFiles
 from loray.deployments.errors import AdapterFailed, AdapterNotFound
+from loray.models.adapter import AdapterSpec
 from tests.deployments.peft_folder import SHAPES, save_folder
 
 
@@ -80,3 +82,22 @@ def test_a_file_that_links_out_of_the_root_is_not_served(root: Path) -> None:
 
 def test_an_absolute_path_inside_a_root_is_fine(root: Path) -> None:
     assert AdapterFiles([root], SHAPES).find(str(root / "small")).path == str(root / "small")
+
+
+def test_of_many_new_folders_some_are_read_at_a_time_and_none_twice(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(adapter_files, "NUM_NEW", 2)
+    paths = [root / name for name in ("small", "b", "c")]
+    for path in paths[1:]:
+        save_folder(path, rank=4)
+    files = AdapterFiles([root], {"model.layers.0.mlp.up_proj": (16, 24)})
+    reads: list[Path] = []
+    read = files._specs.read
+
+    def noted(folder: Path) -> AdapterSpec:
+        reads.append(folder)
+        return read(folder)
+
+    monkeypatch.setattr(files._specs, "read", noted)
+    assert [files.fitting(paths) for _ in range(3)] == [{paths[2]}, set(), set()] and reads == paths
+    save_folder(paths[0], rank=8)
+    assert files.fitting(paths) == set() and reads == [*paths, paths[0]], "its files are others now"

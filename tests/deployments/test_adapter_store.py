@@ -461,6 +461,20 @@ def test_names_are_the_local_folders_and_the_public_downloads(world: World) -> N
     assert store.names() == sorted(["mine", "org/small", ref.adapter_id])
 
 
+def test_names_are_none_that_this_server_refuses_though_the_disk_is_shared(world: World) -> None:
+    earlier, web, other = world.store(), world.on_web("small"), world.on_web("more/small")
+    for ref in (HUB, web, other):
+        earlier.find(ref)
+    picky = world.store(allowed_urls=[f"{world.web.url}/more"])
+    assert picky.names() == sorted(["org/small", other.adapter_id])
+    with pytest.raises(AdapterFailed, match="may not read from there"):
+        picky.find(web)
+    other_shapes = {path: (inputs + 1, outputs) for path, (inputs, outputs) in SHAPES.items()}
+    of_another_base = AdapterStore(AdapterArgs(local_roots=[], allowed_urls=[world.web.url]), other_shapes, world.folder / "cache")
+    assert of_another_base.names() == []
+    assert len(picky.left_on_disk([])) == len(of_another_base.left_on_disk([])) == 3, "they take bytes, whoever may use them"
+
+
 def test_what_an_earlier_process_left_on_disk_is_found_by_its_name_and_can_be_removed(world: World) -> None:
     world.hub.readers["org/small"] = {"hf_one"}
     web, local = world.on_web("small"), AdapterRef(adapter_id="mine")

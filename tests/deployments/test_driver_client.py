@@ -165,6 +165,17 @@ def test_a_deadline_ends_also_what_no_replica_takes(monkeypatch: pytest.MonkeyPa
     play(driver, scenario())
 
 
+def test_a_request_that_no_replica_takes_is_not_held_for_ever(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(driver_client, "ACCEPT_S", 0.02)
+    driver = Hangs([])
+
+    async def scenario() -> None:
+        with pytest.raises(Unhealthy, match="no replica took the request"):
+            await anext(Client(driver).generate(request()))
+
+    play(driver, scenario())
+
+
 class LeavesTheFirst(Hangs):
     """The first request gets no answer; any other would."""
 

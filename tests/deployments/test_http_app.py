@@ -11,6 +11,7 @@ from tests.deployments.live_server import eventually, live
 from tests.deployments.scripted_backend import BASE, HF, MAX_TOTAL_TOKENS, ScriptedBackend, run, saying, send, service_of
 
 JSON = {"Content-Type": "application/json"}
+NO_JSON = ["text/json", "json", "application/jsonfoo", "application/x-json", "application/a/b+json"]
 KEY = {"api_keys": {"inference": "sesame"}}
 INFO = "model_id model_sha model_dtype model_device_type max_concurrent_requests max_best_of max_stop_sequences max_input_length"
 INFO += " max_total_tokens max_batch_total_tokens version attention adapter_roots"
@@ -96,6 +97,7 @@ def test_the_api_describes_itself() -> None:
         ({"content": b"\xff\xfe{}", "headers": JSON}, "not valid JSON"),
         ({"content": "[" * 100_000, "headers": JSON}, "not valid JSON"),
         ({"content": "{}", "headers": {"Content-Type": "text/plain"}}, "application/json"),
+        *[({"content": "{}", "headers": {"Content-Type": name}}, "application/json") for name in NO_JSON],
         ({"data": {"inputs": "x"}}, "application/json"),
         ({}, "application/json"),
         ({"json": []}, "valid dictionary"),
@@ -109,6 +111,12 @@ def test_a_body_that_is_not_a_json_object_is_refused_in_each_shape(kwargs: dict[
     compatible = send(service_of(saying("x")), "POST", "/v1/chat/completions", **kwargs)
     assert (compatible.status_code, compatible.json()["error"]["type"]) == (400, "invalid_request_error")
     assert says in native.json()["error"] and says in compatible.json()["error"]["message"]
+
+
+@pytest.mark.parametrize("name", ["application/json; charset=utf-8", "Application/JSON", "application/vnd.api+json"])
+def test_a_wrong_body_of_any_of_jsons_names_is_told_what_is_wrong_in_it(name: str) -> None:
+    response = send(service_of(saying("x")), "POST", "/generate", content="[]", headers={"Content-Type": name})
+    assert response.status_code == 422 and "valid dictionary" in response.json()["error"]
 
 
 @pytest.mark.parametrize(

@@ -3,7 +3,7 @@ from typing import Any
 
 import pytest
 
-from loray.deployments.errors import AdapterFailed, AdapterNotFound, Incomplete, InvalidRequest, LorayError, Overloaded
+from loray.deployments.errors import AdapterFailed, AdapterNotFound, Incomplete, InvalidRequest, LorayError, Overloaded, Unhealthy
 from loray.deployments.native import NativeApi
 from loray.models.step import Sampling
 from tests.deployments.scripted_backend import EOS_ID, HF, MAX_TOTAL_TOKENS, ScriptedBackend, post, run, saying, service_of, tokens_of
@@ -253,12 +253,13 @@ def test_tokens_that_come_together_are_events_of_their_own() -> None:
         (AdapterFailed("adapter 'x' is for another base"), 424, "generation"),
         (Overloaded("the queue is full"), 429, "overloaded"),
         (Incomplete("lost"), 500, "incomplete_generation"),
+        (Unhealthy("no replica took the request"), 503, "healthcheck"),
     ],
 )
 def test_an_error_before_the_first_token_has_its_status(path: str, error: LorayError, status: int, error_type: str) -> None:
     response = post(ScriptedBackend([error]), path, {"inputs": "hello"})
     assert (response.status_code, response.json()) == (status, {"error": error.message, "error_type": error_type})
-    assert ("retry-after" in response.headers) == (status == 429)
+    assert ("retry-after" in response.headers) == (status in (429, 503))
 
 
 def test_an_error_after_acceptance_but_before_a_token_has_its_status_too() -> None:

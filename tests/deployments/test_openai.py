@@ -5,7 +5,7 @@ from typing import Any
 import openai
 import pytest
 
-from loray.deployments.errors import AdapterFailed, AdapterNotFound, Incomplete, LorayError, Overloaded
+from loray.deployments.errors import AdapterFailed, AdapterNotFound, Incomplete, LorayError, Overloaded, Unhealthy
 from loray.deployments.http_app import make_app
 from loray.models.step import Sampling
 from tests.deployments.live_server import live
@@ -322,13 +322,14 @@ def test_a_wrong_field_is_refused_by_name(path: str, fields: dict[str, Any], par
         (AdapterFailed("adapter 'x' is for another base"), 424, None),
         (Overloaded("the queue is full"), 429, "rate_limit_exceeded"),
         (Incomplete("lost"), 500, None),
+        (Unhealthy("no replica took the request"), 503, None),
     ],
 )
 def test_an_error_before_the_first_token_has_its_status(stream: bool, error: LorayError, status: int, code: str | None) -> None:
     response = post(ScriptedBackend([error]), CHAT, {"model": "x", "messages": HELLO, "stream": stream})
     assert response.status_code == status
     assert (response.json()["error"]["message"], response.json()["error"]["code"]) == (error.message, code)
-    assert ("retry-after" in response.headers) == (status == 429)
+    assert ("retry-after" in response.headers) == (status in (429, 503))
 
 
 def test_an_error_within_a_stream_is_its_last_event() -> None:

@@ -1,7 +1,9 @@
 """Streams as bytes: what comes at once, what comes while nothing comes, and how errors look then."""
 
 import asyncio
+import selectors
 import threading
+from collections.abc import AsyncGenerator
 from typing import Any
 
 import httpx
@@ -10,7 +12,7 @@ import pytest
 from loray.deployments.error_shapes import native_body
 from loray.deployments.errors import Incomplete, Overloaded
 from loray.deployments.http_app import make_app
-from loray.deployments.sse import KEEP_ALIVE, Batches, event_stream
+from loray.deployments.sse import KEEP_ALIVE, Batches, EventStream, event_stream
 from tests.deployments.live_server import eventually, live
 from tests.deployments.scripted_backend import BASE, ScriptedBackend, run, saying, send, service_of
 
@@ -114,3 +116,44 @@ def test_the_first_token_is_sent_while_the_second_is_not_made_yet(path: str, bod
     app = make_app(service_of(OneToken([[65], [66]])))
     with live(app) as address, httpx.stream("POST", f"{address}{path}", json=body) as response:
         assert next(response.iter_raw()).startswith(b"data: {")
+
+
+class Clock(selectors.SelectSelector):
+    """Of an event loop whose time passes at once while all of it sleeps."""
+
+    now = 0.0
+
+    def select(self, timeout: float | None = None) -> list[Any]:
+        self.now += timeout or 0.0
+        return super().select(0)
+
+
+def sent_with_pauses(pause_s: float, keep_alive_s: float) -> list[bytes]:
+    """The bytes of a stream of eight events."""
+    sent: list[bytes] = []
+
+    async def content() -> AsyncGenerator[bytes, None]:
+        for _ in range(8):
+            await asyncio.sleep(pause_s)
+            yield b"data"
+
+    async def send_message(message: Any) -> None:
+        sent.append(message.get("body", b""))
+
+    async def nothing() -> Any:
+        await asyncio.Event().wait()
+
+    clock = Clock()
+    loop = asyncio.SelectorEventLoop(clock)
+    loop.time = lambda: clock.now  # type: ignore[method-assign]
+    try:
+        stream = EventStream(content(), {}, keep_alive_s)
+        loop.run_until_complete(stream({"type": "http", "asgi": {"spec_version": "2.4"}}, nothing, send_message))
+    finally:
+        loop.close()
+    return [body for body in sent if body]
+
+
+def test_comments_are_sent_in_silence_and_never_between_events_that_come_in_time() -> None:
+    assert sent_with_pauses(pause_s=10, keep_alive_s=15) == [b"data"] * 8
+    assert sent_with_pauses(pause_s=40, keep_alive_s=15) == [KEEP_ALIVE, KEEP_ALIVE, b"data"] * 8

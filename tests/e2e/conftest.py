@@ -16,6 +16,7 @@ from ray import serve
 
 from loray.deployments.app import build
 from loray.deployments.config import ServerArgs
+from loray.models.converted import cache_folder
 from tests.models.tiny_llama import save_adapter, save_llama
 from tests.tiny_tokenizer import save_tiny_tokenizer, tiny_tokenizer
 
@@ -52,8 +53,20 @@ def free_port() -> int:
         return int(server.getsockname()[1])
 
 
+@pytest.fixture(scope="session", autouse=True)
+def own_cache(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
+    """Downloads stay out of the user's cache. Converted models are the user's own: each takes long to make."""
+    models, folder = cache_folder() / "models", tmp_path_factory.mktemp("cache")
+    models.mkdir(parents=True, exist_ok=True)
+    (folder / "loray").mkdir()
+    (folder / "loray" / "models").symlink_to(models.resolve(), target_is_directory=True)
+    with pytest.MonkeyPatch.context() as environment:
+        environment.setenv("XDG_CACHE_HOME", str(folder))
+        yield folder
+
+
 @pytest.fixture(scope="session")
-def serve_url() -> Iterator[str]:
+def serve_url(own_cache: Path) -> Iterator[str]:
     os.environ["RAY_SERVE_QUEUE_LENGTH_RESPONSE_DEADLINE_S"] = "1"
     ray.init(address="local", include_dashboard=False, num_cpus=8, log_to_driver=False)
     port = free_port()

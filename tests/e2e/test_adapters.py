@@ -18,7 +18,6 @@ import pytest
 from moto.server import ThreadedMotoServer
 
 from loray.models.adapter import CONFIG_FILE, WEIGHTS_FILE
-from loray.models.converted import cache_folder
 from tests.e2e.adapter_zoo import random_adapter
 from tests.e2e.conftest import App
 from tests.e2e.file_server import FileServer, serving
@@ -148,15 +147,16 @@ def test_an_adapter_that_is_slow_to_come_holds_up_nobody(app: App, oracle: Oracl
     assert files.num_reads == 11, "two requests for one adapter, one download"
 
 
-def test_an_adapter_in_s3_is_served_and_unloading_it_frees_all_three_tiers(app: App, oracle: Oracle) -> None:
+def test_an_adapter_in_s3_is_served_and_unloading_it_frees_all_three_tiers(app: App, oracle: Oracle, own_cache: Path) -> None:
     by_url, by_source = f"s3://{SHELF}/a4", f"{SHELF}/a8"
     for adapter_id, parameters in ((by_url, {}), (by_source, {"adapter_source": "s3"})):
         assert_right(oracle, adapter_id[-2:], token_ids(app, adapter_id, **parameters))
     status = adapters(app)[by_url]
     assert status["state"] == "gpu" and min(status["gpu_bytes"], status["host_bytes"], status["disk_bytes"]) > 0
     before = app.wait_until_idle()
-    downloads = cache_folder() / "adapters"
+    downloads = own_cache / "loray" / "adapters"
     num_files = len(list(downloads.rglob(WEIGHTS_FILE)))
+    assert num_files >= 2
     for adapter_id in (by_url, by_source):
         assert httpx.delete(f"{app.url}/admin/adapters/{adapter_id}", headers=ADMIN, timeout=30).status_code == 200
     app.wait_until(lambda stats: stats["adapter_pages_used"] == before["adapter_pages_used"] - 2)

@@ -1,0 +1,80 @@
+"""What OpenAPI says of the routes beside their shapes: keys, headers, and what FastAPI gets wrong. Documentation: enforces nothing."""
+
+from typing import Any
+
+from fastapi import FastAPI
+from pydantic import BaseModel, ConfigDict
+
+from loray.deployments.admin import STATUS_SCHEMAS
+from loray.deployments.config import ApiKeyArgs
+from loray.deployments.middleware import ADMIN, HEALTH_CHECKS, LOOKING
+
+INFERENCE_KEY, ADMIN_KEY = "inference_key", "admin_key"
+SCHEMES: dict[str, dict[str, str]] = {
+    INFERENCE_KEY: {"type": "http", "scheme": "bearer", "description": "one of api_keys.inference"},
+    ADMIN_KEY: {"type": "http", "scheme": "bearer", "description": "api_keys.admin"},
+}
+REQUEST_ID = {"X-Request-Id": {"description": "as it was sent, or made", "schema": {"type": "string"}}}
+RETRY_AFTER = {"Retry-After": {"description": "seconds to wait before the next try", "schema": {"type": "integer"}}}
+ERROR_HEADERS: dict[str, dict[str, Any]] = {  # by status
+    "401": {"WWW-Authenticate": {"description": "Bearer", "schema": {"type": "string"}}},
+    "405": {"Allow": {"description": "the methods that the path knows", "schema": {"type": "string"}}},
+    "429": RETRY_AFTER,
+    "500": {"x-should-retry": {"description": "false where the time ran out", "schema": {"type": "string"}}},
+    "503": RETRY_AFTER,
+}
+
+
+class Info(BaseModel):
+    """The model and the limits, and more about how it runs."""
+
+    model_config = ConfigDict(extra="allow", protected_namespaces=())
+
+    model_id: str
+    model_sha: str | None
+    model_dtype: str
+    model_device_type: str
+    max_concurrent_requests: int
+    max_best_of: int
+    max_stop_sequences: int
+    max_input_length: int
+    max_total_tokens: int
+    max_batch_total_tokens: int
+    pooling: str
+    tensor_parallel_size: int
+    adapter_roots: int
+    version: str
+
+
+def complete_docs(app: FastAPI, keys: ApiKeyArgs) -> None:
+    describe = app.openapi
+    schemes = {name: scheme for name, scheme in SCHEMES.items() if name == ADMIN_KEY or keys.named}
+
+    def openapi() -> dict[str, Any]:
+        description = describe()
+        components = description["components"]
+        components["securitySchemes"] = schemes
+        components["schemas"] |= STATUS_SCHEMAS
+        for path, operations in description["paths"].items():
+            for method, operation in operations.items():
+                _complete(operation, path, [name for name in schemes if name == _key_of(method, path)])
+        return description
+
+    app.openapi = openapi  # type: ignore[method-assign]  # FastAPI's own way to change the description
+
+
+def _key_of(method: str, path: str) -> str:
+    """As KeyCheck asks for it; "" = none."""
+    if path.startswith(ADMIN):
+        return ADMIN_KEY
+    return "" if method.upper() in LOOKING and path in HEALTH_CHECKS else INFERENCE_KEY
+
+
+def _complete(operation: dict[str, Any], path: str, keys: list[str]) -> None:
+    if keys:
+        operation["security"] = [{key: []} for key in keys]
+    responses = operation["responses"]
+    if path.startswith("/v1/"):
+        responses.pop("422", None)  # FastAPI tells of it for every route that has parameters; here a bad one is 400
+    for status, response in responses.items():
+        response["headers"] = {**response.get("headers", {}), **REQUEST_ID, **ERROR_HEADERS.get(status, {})}
