@@ -19,6 +19,7 @@ from loray.deployments.service import Service
 
 LOAD_S = 600.0  # a download may take as long
 LOOK_S = 0.2  # between two looks at a load
+STANDING = {"known": 1, "failed": 2, "unloading": 3}  # which of several by one name is meant: rather one that is there, or comes
 
 # As OpenAPI shows the answers.
 (_STATUS,), STATUS_SCHEMAS = msgspec.json.schema_components([AdapterStatus], ref_template="#/components/schemas/{name}")
@@ -75,7 +76,7 @@ class AdapterAdmin:
     async def change(self, action: AdminAction, adapter_id: str) -> dict[str, Any]:
         """Of an adapter that is known. Pin and reload return when every replica has it in host memory."""
         known = await self._known(adapter_id)
-        current = next((status for status in known if status.state != "unloading"), known[0])
+        current = min(known, key=lambda status: STANDING.get(status.state, 0))
         ref = AdapterRef(adapter_id=adapter_id, source=current.source, revision=current.revision)
         change = AdapterChange(action=action, ref=ref)
         if action in ("pin", "reload"):

@@ -81,7 +81,8 @@ class DriverClient:
         return await self._ask("adapters")
 
     async def healthy(self) -> bool:
-        return await self._ask("healthy")
+        """Also whether tokens would arrive here."""
+        return not self._receiving.done() and await self._ask("healthy")
 
     async def chat_template(self, adapter: AdapterRef) -> str:
         """May take as long as a download."""
@@ -129,7 +130,7 @@ class DriverClient:
     async def _attempt(self, request: GenerationRequest) -> AsyncGenerator[TokenEvent, None]:
         """One request at one replica, to its last event."""
         address = self._receiver.address
-        events = self._events[request.request_id] = Mailbox()
+        events = self._events[request.request_id] = Mailbox(len(request.output_ids))
         response = self._driver.submit.remote(msgspec.msgpack.encode(request), address.endpoint, address.public_key)
         call = asyncio.create_task(_result(response))
         call.add_done_callback(lambda _: events.put(None))

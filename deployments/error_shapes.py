@@ -116,10 +116,16 @@ def _headers(error: LorayError) -> dict[str, str]:
 def invalid_request(errors: Iterable[Mapping[str, Any]]) -> InvalidRequest:
     """Of pydantic's errors: the first fields that are wrong, and why. The first is the `param`."""
     reasons: dict[str, str] = {}
-    for error in islice(errors, MAX_ERRORS):
+    told = list(islice(errors, MAX_ERRORS))
+    for error in sorted(told, key=lambda error: _is_of_other_branch(error, told)):
         reasons.setdefault(_field(error), _reason(error))
     message = "; ".join(f"{name}: {reason}" if name else reason for name, reason in reasons.items())
     return InvalidRequest(message, param=next(iter(reasons)) or None)
+
+
+def _is_of_other_branch(error: Mapping[str, Any], errors: list[Mapping[str, Any]]) -> bool:
+    """Whether it only says that a value is of another type than one branch of a union wants, while another branch says what is wrong."""
+    return error["type"].endswith("_type") and any(_field(e) == _field(error) and not e["type"].endswith("_type") for e in errors)
 
 
 def _field(error: Mapping[str, Any]) -> str:

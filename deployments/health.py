@@ -18,7 +18,8 @@ class Health:
     async def check(self) -> None:
         """Raises Unhealthy."""
         try:
-            healthy = await asyncio.wait_for(self._service.backend.healthy(), ANSWER_S)
+            async with asyncio.timeout(ANSWER_S):
+                healthy = await self._service.backend.healthy()
         except Exception:  # whatever keeps it from answering, it makes no tokens
             healthy = False
         if not healthy:

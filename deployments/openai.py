@@ -107,7 +107,7 @@ class OpenAIApi:
         except InvalidRequest as error:
             if not plan.tools:
                 raise
-            if error.message.startswith(f"{plan.param}: {RESPONSE_FORMAT}: "):  # its schema is a part of theirs
+            if plan.has_format and error.message.startswith(f"{plan.param}: {RESPONSE_FORMAT}: "):  # its schema is a part of theirs
                 raise InvalidRequest(error.message.removeprefix(f"{plan.param}: "), RESPONSE_FORMAT) from None
             raise ToolError(error.message, error.param) from None
 

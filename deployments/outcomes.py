@@ -11,7 +11,7 @@ def outcomes(plan: Plan, result: StepResult) -> dict[Sequence, dict[str, Any]]:
     """To be asked before the tokens are given to the sequences. Finish reasons are not known yet."""
     found: dict[Sequence, dict[str, Any]] = {}
     for place, (sequence, token_id, logprob) in enumerate(zip(plan.sampled, result.token_ids, result.logprobs, strict=True)):
-        fields = found[sequence] = {"token_ids": [token_id], "logprobs": [logprob]}
+        fields = found[sequence] = {"token_ids": [token_id], "logprobs": [logprob], "num_before": sequence.num_output}
         if place in result.alternatives:
             fields["alternatives"] = [result.alternatives[place]]
         if sequence.num_output == 0:

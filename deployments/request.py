@@ -78,6 +78,7 @@ class TokenEvent(msgspec.Struct, frozen=True, array_like=True):
     prompt_logprobs: list[float] = []  # of each prompt token but the first; comes with the first token when wanted
     prompt_alternatives: list[Alternatives] = []  # likewise
     queue_s: float = 0.0  # with the first token: how long it waited for a slot
+    num_before: int = -1  # tokens of the request's output before these; -1 = not told
 
     @property
     def is_last(self) -> bool:

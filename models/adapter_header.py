@@ -36,8 +36,7 @@ def read_places(folder: Path) -> dict[str, TensorPlace]:
     header, file_size, data_size = _read(file)
     for name, entry in header.items():
         _check_entry(name, entry, data_size)
-    if (used := sum(entry["data_offsets"][1] - entry["data_offsets"][0] for entry in header.values())) != data_size:
-        raise AdapterError(f"{WEIGHTS_FILE} is corrupt: it has {data_size} bytes of data, and its tensors {used}")
+    _check_neighbours(header, data_size)
     start = file_size - data_size
     return {name: _place(entry, start) for name, entry in header.items()}
 
@@ -86,6 +85,17 @@ def _check_entry(name: str, entry: Any, data_size: int) -> None:
         raise AdapterError(f"{WEIGHTS_FILE} is cut short: {name} ends at byte {end} of {data_size}")
     if end - begin != math.prod(shape) * DTYPES[dtype]:
         raise AdapterError(f"{WEIGHTS_FILE} is corrupt: {name} has {end - begin} bytes, its shape {shape} needs another number")
+
+
+def _check_neighbours(header: dict[str, Any], data_size: int) -> None:
+    """Every byte belongs to one tensor."""
+    previous = 0
+    for begin, end, name in sorted((*entry["data_offsets"], name) for name, entry in header.items()):
+        if begin != previous:
+            raise AdapterError(f"{WEIGHTS_FILE} is corrupt: {name} begins at byte {begin}, and what is before it ends at {previous}")
+        previous = end
+    if previous != data_size:
+        raise AdapterError(f"{WEIGHTS_FILE} is corrupt: it has {data_size} bytes of data, and its tensors end at {previous}")
 
 
 def _is_sizes(value: Any) -> bool:

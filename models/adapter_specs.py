@@ -40,6 +40,8 @@ class AdapterSpecs:
 def _likeness(folder: Path) -> bytes:
     """Of everything that a spec depends on; empty where that can't be read or is too much to be right."""
     digest = hashlib.blake2b(digest_size=16)
+    if not all((folder / name).is_file() for name in (CONFIG_FILE, WEIGHTS_FILE)):  # a pipe would be waited for
+        return b""
     try:
         with open(folder / CONFIG_FILE, "rb") as config, open(folder / WEIGHTS_FILE, "rb") as weights:
             header_size = int.from_bytes(weights.read(8), "little")

@@ -219,6 +219,17 @@ def test_an_action_takes_the_source_the_adapter_came_from(service: Service, back
     assert (change.action, change.ref.adapter_id, change.ref.source, change.ref.revision) == (action, "org/poet", "hub", "main")
 
 
+@pytest.mark.parametrize("action", ["pin", "reload"])
+def test_an_action_is_for_the_one_that_is_loaded_rather_than_for_a_download_left_on_disk(
+    service: Service, backend: ScriptedBackend, action: str
+) -> None:
+    left = status_of("poet", "known", version="0", source="hub", host_bytes=0, disk_bytes=1)
+    backend.statuses = {"replica": [left, status_of("poet", "gpu", source="local")]}
+    call(service, "POST", f"/poet/{action}")
+    (change,) = backend.changes
+    assert change.ref.source == "local"
+
+
 def test_unload_answers_with_what_is_left(service: Service, backend: ScriptedBackend) -> None:
     backend.statuses = {"replica": [status_of("org/poet"), status_of("pirate")]}
     assert ids(call(service, "DELETE", "/org/poet")) == []

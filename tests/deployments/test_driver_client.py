@@ -176,6 +176,18 @@ def test_a_request_that_no_replica_takes_is_not_held_for_ever(monkeypatch: pytes
     play(driver, scenario())
 
 
+def test_an_ingress_that_gets_no_tokens_any_more_is_unhealthy() -> None:
+    driver = Hangs([])
+
+    async def scenario() -> None:
+        client = Client(driver)
+        client._receiving.cancel()
+        await asyncio.wait([client._receiving])
+        assert not await client.healthy()
+
+    play(driver, scenario())
+
+
 class LeavesTheFirst(Hangs):
     """The first request gets no answer; any other would."""
 

@@ -48,6 +48,32 @@ def test_an_error_and_the_end_of_the_call_keep_their_places() -> None:
     asyncio.run(run())
 
 
+def test_what_two_replicas_make_of_one_request_counts_once() -> None:
+    async def run() -> None:
+        mailbox = Mailbox(num_before=4)
+        first = [ACCEPTED, *(token(i, num_before=i) for i in (4, 5)), token(6, num_before=6, finish_reason="length")]
+        for event in (first[0], first[1], first[1], first[2], first[1], first[2], first[3], first[3], None):
+            mailbox.put(event)
+        accepted, joined, ended = await taken(mailbox, 3)
+        assert (accepted, ended) == (ACCEPTED, None) and joined is not None
+        assert (joined.token_ids, joined.finish_reason) == ([4, 5, 6], "length")
+
+    asyncio.run(run())
+
+
+def test_nothing_follows_the_last_event_also_when_it_was_taken() -> None:
+    async def run() -> None:
+        mailbox = Mailbox()
+        error = TokenEvent("r", error="Incomplete", message="why")
+        mailbox.put(error)
+        assert await taken(mailbox, 1) == [error]
+        for item in (token(1), error, None):
+            mailbox.put(item)
+        assert await taken(mailbox, 1) == [None]
+
+    asyncio.run(run())
+
+
 def test_a_reader_that_keeps_up_gets_every_event_at_once() -> None:
     async def run() -> None:
         mailbox = Mailbox()

@@ -343,3 +343,16 @@ def test_a_model_without_a_template_says_so() -> None:
     service.tokenizer._tokenizer = type(HF)(tokenizer_object=HF.backend_tokenizer)
     response = send(service, "POST", CHAT, json={"model": BASE, "messages": HELLO})
     assert (response.status_code, "no chat template" in response.json()["error"]["message"]) == (400, True)
+
+
+@pytest.mark.parametrize(
+    ("path", "fields", "words"),
+    [
+        (CHAT, {"stop": ["a", "b", "c", "d", "e"]}, "stop: list should have at most 4 items"),
+        (COMPLETIONS, {"prompt": ["x"] * 129}, "at most 128 items"),
+        (COMPLETIONS, {"prompt": [[5]] * 129}, "at most 128 items"),
+        (COMPLETIONS, {"prompt": []}, "at least 1 item"),
+    ],
+)
+def test_of_a_field_with_several_forms_the_reason_is_of_the_form_that_it_has(path: str, fields: dict[str, Any], words: str) -> None:
+    assert words in refusal(path, **fields)["message"]

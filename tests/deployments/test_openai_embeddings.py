@@ -141,11 +141,11 @@ def test_inputs_run_at_once_and_are_answered_in_their_order() -> None:
     assert [request.prompt_ids for request in backend.requests] == [HF.encode(text) for text in ("d e f", "b c", "a")]
 
 
-@pytest.mark.parametrize(("max_waiting", "expected"), [(1024, MAX_AT_ONCE), (3, 3)])
-def test_one_call_does_not_fill_the_queue(max_waiting: int, expected: int) -> None:
+@pytest.mark.parametrize(("max_waiting", "of_adapter", "expected"), [(1024, 256, MAX_AT_ONCE), (3, 256, 3), (1024, 3, 3)])
+def test_one_call_does_not_fill_the_queue(max_waiting: int, of_adapter: int, expected: int) -> None:
     backend = Crowd(expected)
     inputs = [[token_id] for token_id in range(3 * MAX_AT_ONCE)]
-    service = service_of(backend, scheduler={"max_waiting": max_waiting})
+    service = service_of(backend, scheduler={"max_waiting": max_waiting}, adapters={"max_waiting": of_adapter})
     response = send(service, "POST", EMBEDDINGS, json={"model": BASE, "input": inputs})
     assert [item["embedding"] for item in response.json()["data"]] == [vector(token_ids) for token_ids in inputs]
     assert backend.most == expected

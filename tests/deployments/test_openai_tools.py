@@ -313,3 +313,9 @@ def test_arguments_of_a_call_sent_back_that_are_no_json_object_stay_a_text(argum
     call = {"id": "1", "function": {"name": "weather", "arguments": arguments}}
     result = {"role": "tool", "tool_call_id": "1", "content": "what?"}
     assert chat(saying("x"), messages=[*HELLO, {"role": "assistant", "content": None, "tool_calls": [call]}, result]).status_code == 200
+
+
+def test_a_tool_may_be_called_as_a_field_is() -> None:
+    tool = {"type": "function", "function": {"name": "response_format", "parameters": {"type": "object", "not": {}}}}
+    error = chat(saying("x"), tools=[tool]).json()["error"]
+    assert (error["param"], error["code"]) == ("tools", "tool_error")

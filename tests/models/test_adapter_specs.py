@@ -1,6 +1,7 @@
 """Adapters that are alike but for their weights are understood once; whatever else differs is seen."""
 
 import json
+import os
 from pathlib import Path
 from typing import Any
 
@@ -71,6 +72,31 @@ def test_files_that_change_while_they_are_read_are_not_remembered(tmp_path: Path
         patched.setattr(adapter_specs, "read_adapter", changed_meanwhile)
         specs.read(folder)
     assert specs.read(save(tmp_path / "two")).modules["x.lin"].scale == 2
+
+
+def test_a_pipe_in_place_of_the_weights_is_not_waited_for(tmp_path: Path) -> None:
+    weights = save(tmp_path / "one") / "adapter_model.safetensors"
+    weights.unlink()
+    os.mkfifo(weights)
+    with pytest.raises(AdapterError, match="is missing"):
+        AdapterSpecs(SHAPES).read(tmp_path / "one")
+
+
+@pytest.mark.parametrize("places", [[(0, 48), (0, 48), (48, 80)], [(0, 48), (52, 84)], [(4, 52), (52, 84)]])
+def test_tensors_that_overlap_or_leave_holes_are_corrupt(tmp_path: Path, places: list[tuple[int, int]]) -> None:
+    folder = save(tmp_path / "one")
+    names, shapes = ["x.lin.lora_A.weight", "y", "x.lin.lora_B.weight"], {48: [2, 6], 32: [4, 2]}
+    if len(places) == 2:
+        del names[1]
+    entries = {
+        name: {"dtype": "F32", "shape": shapes[end - begin], "data_offsets": [begin, end]}
+        for name, (begin, end) in zip(names, places, strict=True)
+    }
+    header = json.dumps(entries).encode()
+    num_bytes = sum(end - begin for begin, end in places)  # as many as there are, where they overlap, too
+    (folder / "adapter_model.safetensors").write_bytes(len(header).to_bytes(8, "little") + header + bytes(num_bytes))
+    with pytest.raises(AdapterError, match="corrupt|cut short"):
+        read_adapter(folder, SHAPES)
 
 
 def test_those_used_least_lately_are_forgotten(tmp_path: Path, num_read: list[Path]) -> None:
