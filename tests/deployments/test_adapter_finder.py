@@ -84,19 +84,20 @@ def test_until_it_is_forgotten_an_adapter_is_what_was_downloaded_and_then_what_t
     run(work())
 
 
+async def finds_the_new_one_beside_an_older_search(world: World, ref: AdapterRef) -> None:
+    """When the source has something new and the world's own adapter was reloaded."""
+    before, door = await world.held_search(ref)
+    world.save(seed=1)
+    await world.finder.forget(world.ref)
+    after = await world.finder.find(ref)
+    assert not before.done(), "nobody waited for it"
+    door.set()
+    assert (await before).version != after.version
+
+
 @pytest.mark.parametrize("api_token", ["", "hf_mine"], ids=["as the admin", "with a token of his own"])
 def test_who_asks_after_a_reload_does_not_join_a_search_that_began_before_it(world: World, api_token: str) -> None:
-    async def work() -> None:
-        ref = AdapterRef(adapter_id=world.ref.adapter_id, api_token=api_token)
-        before, door = await world.held_search(ref)
-        world.save(seed=1)
-        await world.finder.forget(world.ref)
-        after = await world.finder.find(ref)
-        assert not before.done(), "nobody waited for it"
-        door.set()
-        assert (await before).version != after.version
-
-    run(work())
+    run(finds_the_new_one_beside_an_older_search(world, AdapterRef(adapter_id=world.ref.adapter_id, api_token=api_token)))
 
 
 def test_who_asks_for_a_merge_after_a_reload_of_its_part_gets_the_new_part(world: World) -> None:
@@ -105,17 +106,8 @@ def test_who_asks_for_a_merge_after_a_reload_of_its_part_gets_the_new_part(world
 
     world.store.merge = merge  # the real one, in this process
 
-    async def work() -> None:
-        half = AdapterRef(adapter_id="half", merge=MergeRecipe(adapter_ids=(world.ref.adapter_id,), weights=(0.5,)))
-        before, door = await world.held_search(half)
-        world.save(seed=1)
-        await world.finder.forget(world.ref)
-        after = await world.finder.find(half)
-        assert not before.done(), "nobody waited for it"
-        door.set()
-        assert (await before).version != after.version
-
-    run(work())
+    half = AdapterRef(adapter_id="half", merge=MergeRecipe(adapter_ids=(world.ref.adapter_id,), weights=(0.5,)))
+    run(finds_the_new_one_beside_an_older_search(world, half))
 
 
 def test_a_search_that_a_reload_overtook_leaves_the_newer_one_to_be_joined(world: World) -> None:
