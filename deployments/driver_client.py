@@ -141,8 +141,7 @@ class DriverClient:
         try:
             while not is_done:
                 try:
-                    async with asyncio.timeout(wait_s):  # not wait_for: in Python 3.11 it may swallow a cancellation
-                        event = await events.get()
+                    event = await events.get() if wait_s is None else await _within(wait_s, events)
                 except TimeoutError as error:
                     if call.done():
                         raise ReplicaLost("its last tokens never came") from error
@@ -175,6 +174,11 @@ class DriverClient:
 
 async def _result(response: DeploymentResponse) -> Any:
     return await response
+
+
+async def _within(seconds: float, events: Mailbox) -> TokenEvent | None:
+    async with asyncio.timeout(seconds):  # not wait_for: in Python 3.11 it may swallow a cancellation
+        return await events.get()
 
 
 def _told(error: RayTaskError, who: str) -> LorayError:

@@ -19,7 +19,7 @@ class StopStrings:
 
     def __init__(self, stops: list[str], shelter: Shelter | None = None) -> None:
         self._stops = stops
-        self._shelter = shelter if stops else None
+        self._shelter = shelter
         self._is_sheltered = False
         self._latest = ""  # sheltered text, given out already, that may begin the shelter's end
         self._held = ""
@@ -28,6 +28,8 @@ class StopStrings:
     def push(self, piece: str, is_counting: bool = True) -> str:
         """The text that is safe to give out; after a match, what stood before it. Not counting, no stop string ends in this piece."""
         assert not self.matched, "no text comes after a stop string"
+        if not self._stops:
+            return piece
         safe = ""
         while piece:
             given, piece = self._push_sheltered(piece) if self._is_sheltered else self._push_open(piece, is_counting)

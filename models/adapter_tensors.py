@@ -11,6 +11,7 @@ from torch import Tensor
 
 from loray.models.adapter import WEIGHTS_FILE, AdapterError, AdapterModule, AdapterSpec
 from loray.models.file_tensors import FileTensors
+from loray.models.host_memory import host_tensor
 from loray.models.hosted_linear import HostedLinear
 from loray.models.linear import Linear, Projection
 from loray.models.vocabulary import Embedding, Head
@@ -64,7 +65,7 @@ def read_rank_adapter(folder: Path, spec: AdapterSpec, targets: Mapping[str, Tar
     shapes = dict(_shapes(spec, targets))
     dtypes = {target.layer.weight.dtype for target in targets.values()}
     num_elements = sum(prod(shape) for shape in shapes.values())
-    values = torch.empty(num_elements, dtype=dtypes.pop() if len(dtypes) == 1 else torch.float32, pin_memory=is_pinned)
+    values = host_tensor(num_elements, dtypes.pop() if len(dtypes) == 1 else torch.float32, is_pinned)
     views = _views(values, shapes)
     max_elements = num_elements if is_pinned else MAX_ELEMENTS_AT_ONCE  # a GPU decodes without this machine's threads
     try:

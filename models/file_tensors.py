@@ -3,11 +3,11 @@
 from collections.abc import Mapping
 from pathlib import Path
 
-import numpy as np
 import torch
 from torch import Tensor
 
 from loray.models.adapter_header import TensorPlace
+from loray.models.host_memory import host_tensor
 
 DTYPES = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 
@@ -16,7 +16,7 @@ class FileTensors:
     """Not mapped: a file that is cut short meanwhile would end the process."""
 
     def __init__(self, file: Path, places: Mapping[str, TensorPlace]) -> None:
-        self._bytes = torch.from_numpy(np.fromfile(file, np.uint8))  # [bytes of the file] uint8
+        self._bytes = _read(file)  # [bytes of the file] uint8
         self._places = places
 
     def __getitem__(self, name: str) -> Tensor:
@@ -25,3 +25,14 @@ class FileTensors:
         dtype = DTYPES[place.dtype]
         part = self._bytes[place.begin : place.end]
         return (part.clone() if place.begin % dtype.itemsize else part).view(dtype).view(place.shape)
+
+
+def _read(path: Path) -> Tensor:
+    with path.open("rb", buffering=0) as file:
+        content = host_tensor(path.stat().st_size, torch.uint8)
+        rest = content.numpy().data
+        while num_read := file.readinto(rest):
+            rest = rest[num_read:]
+    if rest:
+        raise OSError(f"{path.name} became shorter while it was read")
+    return content
