@@ -1,6 +1,7 @@
 """The served application on a GPU, through HTTP, beside its engine alone: `python -m benchmarks.gpu_serve --out FILE`
 
-64 clients, each with one streamed request after another, on the model that llama_8b.py makes.
+64 clients, each with one streamed request after another, on the model that llama_8b.py makes. Behind Serve's own proxy, one Python process
+for a node; with RAY_SERVE_ENABLE_HA_PROXY=1 behind HAProxy.
 """
 
 import argparse
@@ -27,6 +28,7 @@ from benchmarks.llama_8b import NUM_PROMPT, POOL_PAGES, make
 SAMPLE_S = 0.1
 NUM_STREAMS, NUM_REQUESTS, NUM_TOKENS = 64, 512, 128
 NUM_RUNS = 3
+NUM_INGRESSES = 4  # of which each has an interpreter's lock of its own
 
 
 class Utilisation:
@@ -72,7 +74,7 @@ async def clients(url: str, num_requests: int, run: str) -> float:
 
 
 def through_http(model: Path) -> dict[str, Any]:
-    with cluster() as url, serving(Served(model, "cuda", "auto")):
+    with cluster() as url, serving(Served(model, "cuda", "auto"), ingress={"min_replicas": NUM_INGRESSES, "max_replicas": NUM_INGRESSES}):
         asyncio.run(clients(url, NUM_STREAMS, "Warm up"))
         utilisation = Utilisation()
         with utilisation.watched():
@@ -103,7 +105,9 @@ def main() -> None:
     model, adapters = make(options.folder)
     with tempfile.TemporaryDirectory() as cache:
         os.environ["XDG_CACHE_HOME"] = cache
-        report = {"streams": NUM_STREAMS, "tokens": NUM_TOKENS, "requests": NUM_REQUESTS, **through_http(model)}
+        proxy = "haproxy" if os.environ.get("RAY_SERVE_ENABLE_HA_PROXY") == "1" else "serve"
+        report = {"streams": NUM_STREAMS, "tokens": NUM_TOKENS, "requests": NUM_REQUESTS, "proxy": proxy, "ingresses": NUM_INGRESSES}
+        report |= through_http(model)
         print(json.dumps(report), flush=True)
         report |= engine_alone(model, adapters)
     report["http / engine"] = round(report["http_tokens_per_s"] / report["engine_tokens_per_s"], 3)

@@ -9,6 +9,7 @@ import argparse
 import datetime
 import itertools
 import json
+import os
 import subprocess
 import sys
 from importlib.metadata import version
@@ -119,6 +120,7 @@ def main() -> None:
     results = parts.run("decode", "-m", "benchmarks.gpu_decode", *folder, "--out")
     peer_results = run_vllm(parts, options.vllm, options.folder / "adapters") if options.vllm else []
     zipf = parts.run("zipf", "-m", "benchmarks.gpu_zipf", *folder, "--out")
+    os.environ["RAY_SERVE_ENABLE_HA_PROXY"] = "1"
     served = parts.run("serve", "-m", "benchmarks.gpu_serve", *folder, "--out")
     peer = vllm_steps(peer_results)
     report = {

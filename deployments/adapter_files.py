@@ -2,17 +2,16 @@
 
 import contextlib
 import dataclasses
+import errno
 import hashlib
-import math
 import os
 import threading
 from collections import OrderedDict
-from collections.abc import Iterable
+from itertools import islice
 from pathlib import Path
 
 from loray.deployments.adapters import Adapter
 from loray.deployments.errors import AdapterFailed, AdapterNotFound
-from loray.deployments.expiring import Expiring
 from loray.deployments.keyed_lock import KeyedLock
 from loray.models.adapter import PAGE_RANK, AdapterError, signature
 from loray.models.adapter_config import CONFIG_FILE
@@ -20,7 +19,6 @@ from loray.models.adapter_header import WEIGHTS_FILE
 from loray.models.adapter_specs import AdapterSpecs
 
 MAX_REMEMBERED = 10_000  # validated versions
-NUM_NEW = 100  # folders that one question after many reads; about 7 ms each, where the header is long
 
 
 class AdapterFiles:
@@ -32,11 +30,10 @@ class AdapterFiles:
         self._validated: OrderedDict[str, Adapter] = OrderedDict()  # by path, most recently used last
         self._lock = threading.Lock()  # of _validated; never held while files are read
         self._validating = KeyedLock()
-        self._fits: Expiring[tuple[str, str], bool] = Expiring(math.inf, MAX_REMEMBERED)  # by path and signature
 
     def find(self, adapter_id: str) -> Adapter:
         """The adapter as its files are now: a folder dropped in, replaced or removed since counts at once."""
-        return self.check(adapter_id, self._locate(adapter_id))
+        return self.check(adapter_id, self.locate(adapter_id))
 
     def check(self, adapter_id: str, path: Path) -> Adapter:
         """The folder as an adapter. Its files are read only when they are not those of the last time."""
@@ -60,34 +57,31 @@ class AdapterFiles:
             self._validated.move_to_end(str(path))
             return known
 
-    def names(self) -> list[str]:
-        """Every adapter that lies in a root."""
-        return sorted({entry.parent.name for root in self._roots for entry in root.glob(f"*/{CONFIG_FILE}")})
+    def stamps(self, max_folders: int) -> dict[str, str]:
+        """Every name that an adapter in a root may have -> what changes with its files, in whichever root. Reads none."""
+        stamps: dict[str, str] = {}
+        for number, root in enumerate(self._roots):
+            with contextlib.suppress(OSError), os.scandir(root) as folders:
+                for folder in islice(folders, max_folders):
+                    with contextlib.suppress(OSError):
+                        files = [folder.stat(), os.stat(f"{folder.path}/{CONFIG_FILE}")]
+                        with contextlib.suppress(OSError):
+                            files.append(os.stat(f"{folder.path}/{WEIGHTS_FILE}"))
+                        stamp = ",".join(f"{file.st_ino}-{file.st_size}-{file.st_mtime_ns}" for file in files)
+                        stamps[folder.name] = f"{stamps.get(folder.name, '')} {number}:{folder.inode()},{stamp}"
+        return stamps
 
-    def fitting(self, paths: Iterable[Path]) -> set[Path]:
-        """Those whose tensors have the base model's names and shapes. Quick: of many new ones the last count as such for now."""
-        fitting = set()
-        num_new = 0
-        for path in paths:
-            with contextlib.suppress(AdapterError, OSError):  # gone meanwhile
-                files = signature(path)
-                fits = self._fits.get((str(path), files))
-                if fits is None and num_new < NUM_NEW:
-                    num_new += 1
-                    fits = self._can_read(path)
-                    self._fits.put((str(path), files), fits)
-                if fits is not False:
-                    fitting.add(path)
-        return fitting
-
-    def _can_read(self, path: Path) -> bool:
+    def fits(self, path: Path) -> bool:
+        """Whether its tensors have the base model's names and shapes. Reads no weight: 7 ms where the header is long."""
         try:
-            self._specs.read(path)
+            if self._known(path, signature(path)) is None:
+                self._specs.read(path)
         except (AdapterError, OSError):
             return False
         return True
 
-    def _locate(self, adapter_id: str) -> Path:
+    def locate(self, adapter_id: str) -> Path:
+        """Its folder, which may be no adapter. Raises AdapterNotFound."""
         with contextlib.suppress(OSError, ValueError):  # a name that no file system can hold
             for root in self._roots:
                 path, top = Path(os.path.realpath(root / adapter_id)), Path(os.path.realpath(root))
@@ -113,6 +107,8 @@ class AdapterFiles:
 def content_hash(path: Path) -> str:
     digest = hashlib.blake2b(digest_size=16)
     for name in (CONFIG_FILE, WEIGHTS_FILE):
+        if not (path / name).is_file():  # a pipe would be waited for
+            raise FileNotFoundError(errno.ENOENT, "No such file", name)
         with open(path / name, "rb") as file:
             while chunk := file.read(1 << 20):
                 digest.update(chunk)

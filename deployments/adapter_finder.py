@@ -22,6 +22,7 @@ NUM_READERS = 64  # for folders on this node, whose files are read when they are
 NUM_MERGES = 8  # that wait for their turn, or look whether they are on disk
 NUM_REMOVERS = 8  # a removal waits for the download of the same adapter
 NUM_LOOKERS = 8  # for questions that are answered at once
+REST_S = 0.5  # between two looks at folders that are to be listed, so that the driver's own work goes on
 
 
 Needed = Callable[[Adapter], AbstractContextManager[None]]  # as long as it is entered, the adapter's files stay on disk
@@ -39,6 +40,7 @@ class Store(Protocol):
     def disk_bytes(self, ref: AdapterRef, path: str = "") -> int: ...
     def is_private(self, ref: AdapterRef) -> bool: ...
     def names(self) -> list[str]: ...
+    def num_unlisted(self) -> int: ...
     def left_on_disk(self, known: Iterable[AdapterRef]) -> list[tuple[AdapterRef, Adapter]]: ...
 
 
@@ -54,6 +56,7 @@ class AdapterFinder:
         self._lookers = ThreadPoolExecutor(NUM_LOOKERS, "adapter-looker")
         self._searches: dict[AdapterRef, asyncio.Task[Adapter]] = {}  # of those that may take long
         self._num_waiting: Counter[str] = Counter()  # requests, by adapter id
+        self._listing: asyncio.Task[None] | None = None
 
     async def find(self, ref: AdapterRef) -> Adapter:
         """The adapter as it is to be served now; its version tells apart equal files of different places. Raises a LorayError."""
@@ -82,6 +85,18 @@ class AdapterFinder:
     async def left_on_disk(self, known: list[AdapterRef]) -> list[tuple[AdapterRef, Adapter]]:
         """Downloads of an earlier process that none of these references means, in the versions that `find` would give them."""
         return [(ref, _of_its_place(adapter)) for ref, adapter in await self.look(lambda: self._store.left_on_disk(known))]
+
+    async def names(self) -> list[str]:
+        """Of very many new folders the first; the others are looked at in the background, and are in a later answer."""
+        names = await self.look(self._store.names)
+        if self._store.num_unlisted() and (self._listing is None or self._listing.done()):
+            self._listing = asyncio.create_task(self._look_at_new())
+        return names
+
+    async def _look_at_new(self) -> None:
+        while self._store.num_unlisted():
+            await asyncio.sleep(REST_S)
+            await self.look(self._store.names)
 
     def look(self, work: Callable[[], T]) -> "asyncio.Future[T]":
         """For questions that need no source."""

@@ -6,7 +6,7 @@ Knows neither tensors nor Ray. What blocks runs in threads of its own: a slow do
 import asyncio
 import logging
 import time
-from collections import Counter, OrderedDict
+from collections import OrderedDict
 from collections.abc import Callable, Coroutine, Iterator
 from contextlib import contextmanager
 from functools import partial
@@ -25,6 +25,7 @@ from loray.deployments.adapter_use import AdapterUse
 from loray.deployments.adapters import Adapter
 from loray.deployments.engine import ABORTED, Engine
 from loray.deployments.errors import AdapterFailed, LorayError
+from loray.deployments.needed_folders import NeededFolders
 from loray.deployments.request import AdapterRef
 
 logger = logging.getLogger("ray.serve.loray")
@@ -42,14 +43,13 @@ class AdapterService:
     def __init__(self, store: Store, engine: Engine, max_waiting: int, page_bytes: int) -> None:
         self._store = store
         self._engine = engine
-        self._finder = AdapterFinder(store, max_waiting, self._needed)
+        self._folders = NeededFolders()
+        self._finder = AdapterFinder(store, max_waiting, self._folders.needed)
         self._page_bytes = page_bytes
         self._loads = asyncio.Semaphore(NUM_LOADS)
         self._num_searches = 0
         self._uses: OrderedDict[AdapterRef, AdapterUse] = OrderedDict()  # least recently used first
         self._unloading: list[AdapterUse] = []  # until their last request has ended
-        self._paths: Counter[str] = Counter()  # folder -> requests and loads that need its files
-        self._pinned: dict[AdapterRef, str] = {}  # folders of pinned adapters; replaced, never changed: other threads look at it
         self._records: dict[str, AdapterRecord] = {}  # what admins want, by adapter id
         self._started = time.time_ns() // 1_000_000  # as records are numbered
         self._tasks: set[asyncio.Task[None]] = set()
@@ -85,12 +85,12 @@ class AdapterService:
     async def chat_template(self, ref: AdapterRef) -> str:
         """The one that the adapter brings, "" for none. Raises a LorayError."""
         adapter = await self.find(ref)
-        with self._needed(adapter):
+        with self._folders.needed(adapter):
             return await self._finder.look(lambda: adapter_template(Path(adapter.path), ref.adapter_id))
 
     def in_use(self, path: str) -> bool:
         """Whether a request needs the files in this folder, or they are pinned. Any thread may ask."""
-        return path in self._paths or path in self._pinned.values()
+        return path in self._folders
 
     @contextmanager
     def counted(self, ref: AdapterRef, adapter: Adapter) -> Iterator[Callable[[str], None]]:
@@ -103,22 +103,11 @@ class AdapterService:
             use.num_served += not error
 
         try:
-            with self._needed(adapter):
+            with self._folders.needed(adapter):
                 yield ended
         finally:
             use.num_running -= 1
             use.last_used = time.time()
-
-    @contextmanager
-    def _needed(self, adapter: Adapter) -> Iterator[None]:
-        """Its files stay on disk."""
-        self._paths[adapter.path] += 1
-        try:
-            yield
-        finally:
-            self._paths[adapter.path] -= 1
-            if not self._paths[adapter.path]:
-                del self._paths[adapter.path]
 
     async def load(self, ref: AdapterRef, is_pinned: bool = False, is_wanted: Callable[[], bool] = lambda: True) -> None:
         """Returns when it is in the host memory of every rank, or when it is not wanted any more. Raises a LorayError."""
@@ -127,10 +116,10 @@ class AdapterService:
         try:
             adapter = await self.find(ref)
             async with self._loads:
-                with self._needed(adapter):
+                with self._folders.needed(adapter):
                     if is_wanted():
                         if is_pinned:
-                            self._pinned = self._pinned | {self._key(ref): adapter.path}
+                            self._folders.pin(self._key(ref), adapter.path)
                         await self._arrival(await self._ask(lambda tiers: tiers.pin(adapter) if is_pinned else tiers.load(adapter)))
         except LorayError as error:
             use.error = error.message
@@ -147,8 +136,10 @@ class AdapterService:
         wanted = {record.ref.adapter_id: record for record in msgspec.msgpack.decode(records, type=AdapterRecords).records}
         previous, self._records = self._records, wanted
         for adapter_id, record in previous.items():
-            if adapter_id not in wanted and record.is_pinned:
-                await self._unpin(record.ref)
+            if adapter_id not in wanted:
+                if record.is_pinned:
+                    await self._unpin(record.ref)
+                self._forget_failed(record.ref)
         for adapter_id, record in list(wanted.items()):
             known = previous.get(adapter_id)
             is_old_unload = not record.is_loaded and record.number < self._started  # done by those who were there
@@ -180,7 +171,7 @@ class AdapterService:
         return statuses
 
     async def names(self) -> list[str]:
-        return await self._finder.look(self._store.names)
+        return await self._finder.names()
 
     async def _act(self, record: AdapterRecord, known: AdapterRecord | None) -> None:
         if known and known.is_loaded and self._key(known.ref) != self._key(record.ref):
@@ -205,6 +196,7 @@ class AdapterService:
             return newest is not None and newest.is_loaded and newest.is_pinned == record.is_pinned
 
         await self._log_load(self.load(record.ref, record.is_pinned, is_wanted), record.ref.adapter_id)
+        self._forget_failed(record.ref)
 
     async def _log_load(self, load: Coroutine[Any, Any, None], adapter_id: str) -> None:
         try:
@@ -217,7 +209,7 @@ class AdapterService:
         """Of a merge: all that go by this name."""
         keys = [key for key in self._uses if key == self._key(ref) or (key.merge and key.adapter_id == ref.adapter_id)]
         uses = [self._uses.pop(key) for key in keys]
-        self._pinned = {known: path for known, path in self._pinned.items() if known not in keys}
+        self._folders.unpin(keys)
         if not any(use.adapter for use in uses):
             return await self._finder.remove(ref)
         loop = asyncio.get_running_loop()
@@ -243,7 +235,7 @@ class AdapterService:
 
     async def _unpin(self, ref: AdapterRef) -> None:
         key = self._key(ref)
-        self._pinned = {known: path for known, path in self._pinned.items() if known != key}
+        self._folders.unpin([key])
         use = self._uses.get(key)
         if use and use.adapter:
             version = use.adapter.version
@@ -276,6 +268,12 @@ class AdapterService:
             self._uses[key] = AdapterUse(key)
         self._uses.move_to_end(key)
         return self._uses[key]
+
+    def _forget_failed(self, ref: AdapterRef) -> None:
+        """A load that found nothing, once no admin wants it any more: one by the same name may be there and be meant."""
+        use = self._uses.get(self._key(ref))
+        if use and not (use.adapter or use.is_loading or use.num_running or self._record(use)):
+            del self._uses[use.ref]
 
     def _forget_idle(self) -> None:
         """Of too many, the least recently used; those that somebody still needs to know are looked at last the next time."""

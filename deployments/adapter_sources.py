@@ -104,6 +104,13 @@ def place_of(ref: AdapterRef, default_source: str) -> Place:
     return Place(scheme, url)
 
 
+def named(ref: AdapterRef, default_source: str) -> AdapterRef:
+    """The reference without its token, and with its source and a folder's name written in one way only. Raises InvalidRequest."""
+    place = place_of(ref, default_source)
+    name = place.address if place.source == "local" else ref.adapter_id
+    return AdapterRef(adapter_id=name, source=place.source, revision=ref.revision)
+
+
 def normal_url(url: str) -> str:
     """Refuses what two programs could read differently, so that a comparison with the list of allowed URLs means something."""
     scheme, _, rest = url.partition("://")

@@ -17,7 +17,8 @@ import msgspec
 from huggingface_hub import get_token
 
 from loray.deployments.adapter_files import AdapterFiles
-from loray.deployments.adapter_sources import URL_SCHEMES, Offer, Place, Source, place_of
+from loray.deployments.adapter_listing import AdapterListing
+from loray.deployments.adapter_sources import URL_SCHEMES, Offer, Place, Source, named, place_of
 from loray.deployments.adapters import Adapter
 from loray.deployments.config import AdapterArgs
 from loray.deployments.disk_cache import DiskCache, DiskFull, Entry, is_whole
@@ -64,6 +65,7 @@ class AdapterStore:
         self._cache = DiskCache(cache, self._max_bytes, lambda path: self.in_use(path))
         urls = UrlSource(args.allowed_urls, args.storage_options)
         self._sources: dict[str, Source] = {"hub": HubSource(), **dict.fromkeys(URL_SCHEMES, urls)}
+        self._listing = AdapterListing(self._files, self._cache, self._sources, args.default_source)
         self._fetching = KeyedLock()
         self._stale: set[str] = set()  # keys whose source is to be asked anew
         self._failures: Expiring[Asker, tuple[type[LorayError], str]] = Expiring(FAILURE_S, MAX_REMEMBERED)
@@ -95,14 +97,12 @@ class AdapterStore:
         return adapter
 
     def names(self) -> list[str]:
-        """The adapters that everybody may use and that are here. Servers with other models and other lists of URLs share the disk."""
-        downloads = {
-            entry.name: self._cache.path(place.key, entry.version)
-            for entry, _, place in self._downloads()
-            if not entry.is_private and self._may_use(place)
-        }
-        fitting = self._files.fitting(downloads.values())
-        return sorted({*self._files.names(), *(name for name, path in downloads.items() if path in fitting)})
+        """The adapters that are here and that everybody gets by these names alone, as far as they have been looked at."""
+        return self._listing.names()
+
+    def num_unlisted(self) -> int:
+        """Folders that the last `names` had no time to look at."""
+        return self._listing.num_new
 
     def left_on_disk(self, known: Iterable[AdapterRef]) -> list[tuple[AdapterRef, Adapter]]:
         """Downloads that none of these references means: others made them. Nothing but their place and version is looked up."""
@@ -124,13 +124,6 @@ class AdapterStore:
                 continue
             yield entry, ref, place
 
-    def _may_use(self, place: Place) -> bool:
-        try:
-            self._sources[place.source].check(place)
-        except LorayError:
-            return False
-        return True
-
     def forget(self, ref: AdapterRef) -> None:
         """The next find asks the source. Folders need no such thing: they are always read as they are."""
         key = self._key(ref)
@@ -149,12 +142,8 @@ class AdapterStore:
         return place_of(ref, self._default_source).source == "local"
 
     def named(self, ref: AdapterRef) -> AdapterRef:
-        """The reference without its token, and with its source and a folder's name written in one way only."""
-        if ref.merge:
-            return msgspec.structs.replace(ref, api_token="")
-        place = place_of(ref, self._default_source)
-        name = place.address if place.source == "local" else ref.adapter_id
-        return AdapterRef(adapter_id=name, source=place.source, revision=ref.revision)
+        """The reference without its token, and written in one way only."""
+        return msgspec.structs.replace(ref, api_token="") if ref.merge else named(ref, self._default_source)
 
     def disk_bytes(self, ref: AdapterRef, path: str = "") -> int:
         return self._cache.num_bytes(self._key(ref, path))

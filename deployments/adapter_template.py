@@ -2,6 +2,7 @@
 
 import json
 import os
+import stat
 from pathlib import Path
 
 from loray.deployments.adapter_sources import TEMPLATE_FILE, TOKENIZER_FILE
@@ -34,7 +35,10 @@ def _read(folder: Path, name: str, adapter_id: str) -> str | None:
     try:
         if Path(os.path.realpath(file)).parent != Path(os.path.realpath(folder)):  # a link may lead anywhere
             raise AdapterFailed(f"adapter {adapter_id!r}: {name} does not lie in its folder")
-        if file.stat().st_size > MAX_FILE_BYTES:
+        found = file.stat()
+        if not stat.S_ISREG(found.st_mode):  # a pipe would be waited for
+            raise AdapterFailed(f"adapter {adapter_id!r}: {name} is not a file")
+        if found.st_size > MAX_FILE_BYTES:
             raise AdapterFailed(f"adapter {adapter_id!r}: {name} has more than {MAX_FILE_BYTES} bytes")
         return file.read_text()
     except FileNotFoundError:

@@ -2,7 +2,6 @@
 
 import asyncio
 import contextlib
-import posixpath
 import time
 from typing import Any, get_args
 
@@ -11,7 +10,9 @@ from fastapi import APIRouter
 from pydantic import Field, field_validator
 
 from loray.deployments.adapter_records import AdapterChange
+from loray.deployments.adapter_sources import named
 from loray.deployments.adapter_status import AdapterState, AdapterStatus, AdminAction
+from loray.deployments.error_docs import ADMIN_CHANGE, ADMIN_ENTRY, ADMIN_LIST, ADMIN_LOAD
 from loray.deployments.errors import AdapterFailed, InvalidRequest, LorayError, Unhealthy, UnknownAdapter
 from loray.deployments.native_request import Body, Text, parse
 from loray.deployments.request import SOURCES, AdapterRef
@@ -19,7 +20,8 @@ from loray.deployments.service import Service
 
 LOAD_S = 600.0  # a download may take as long
 LOOK_S = 0.2  # between two looks at a load
-STANDING = {"known": 1, "failed": 2, "unloading": 3}  # which of several by one name is meant: rather one that is there, or comes
+GONE_S = 10.0  # without any replica that knows of a load; a report may be a few seconds old
+STANDING = {"loading": 1, "known": 2, "failed": 3, "unloading": 4}  # which of several by one name is meant: rather one that is loaded
 
 # As OpenAPI shows the answers.
 (_STATUS,), STATUS_SCHEMAS = msgspec.json.schema_components([AdapterStatus], ref_template="#/components/schemas/{name}")
@@ -64,19 +66,20 @@ class AdapterAdmin:
     async def load(self, body: Any) -> dict[str, Any]:
         """Returns when every replica has it in host memory."""
         wanted = parse(LoadBody, body) if not isinstance(body, LoadBody) else body
-        is_url = "://" in wanted.adapter_id
         ref = AdapterRef(
-            adapter_id=wanted.adapter_id if is_url else posixpath.normpath(wanted.adapter_id),  # as statuses name it
+            adapter_id=wanted.adapter_id,
             source=wanted.source or "",
             revision=wanted.revision or "",
             api_token=wanted.api_token or "",
         )
+        as_told = named(ref, self._service.args.adapters.default_source)  # as statuses name it
+        ref = msgspec.structs.replace(as_told, api_token=ref.api_token)
         return await self._load(AdapterChange(action="load", ref=ref, is_pinned=bool(wanted.pin)))
 
     async def change(self, action: AdminAction, adapter_id: str) -> dict[str, Any]:
         """Of an adapter that is known. Pin and reload return when every replica has it in host memory."""
         known = await self._known(adapter_id)
-        current = min(known, key=lambda status: STANDING.get(status.state, 0))
+        current = min(known, key=lambda status: (action == "unpin" and not status.is_pinned, STANDING.get(status.state, 0)))
         ref = AdapterRef(adapter_id=adapter_id, source=current.source, revision=current.revision)
         change = AdapterChange(action=action, ref=ref)
         if action in ("pin", "reload"):
@@ -88,22 +91,29 @@ class AdapterAdmin:
         """A load that fails leaves no record behind: no replica that starts later is to try it again."""
         changed = await self._backend.change_adapter(change)
         try:
-            await self._wait_until_loaded(change.ref.adapter_id)
+            await self._wait_until_loaded(changed.record.ref)
         except AdapterFailed:
             with contextlib.suppress(LorayError):  # why the load failed says more
                 await self._backend.undo_adapter_change(changed)
             raise
         return _shape(await self._versions(change.ref.adapter_id))
 
-    async def _wait_until_loaded(self, adapter_id: str) -> None:
-        deadline = time.monotonic() + LOAD_S
+    async def _wait_until_loaded(self, ref: AdapterRef) -> None:
+        """ref: as the change has settled it; others by its name, of other sources and revisions, have their own fate."""
+        now = last_seen = time.monotonic()
+        deadline = now + LOAD_S
         while True:
             by_replica = await self._backend.adapter_statuses()
-            are_loaded = [_is_loaded(adapter_id, statuses) for statuses in by_replica.values()]  # each is looked at for a failure
+            loads = [[status for status in statuses if _is_of(ref, status)] for statuses in by_replica.values()]
+            are_loaded = [_is_loaded(ref.adapter_id, load) for load in loads]  # each is looked at for a failure
             if all(are_loaded):
                 return
-            if time.monotonic() > deadline:
-                raise Unhealthy(f"adapter {adapter_id!r} is still being loaded after {LOAD_S:.0f} s")
+            now = time.monotonic()
+            last_seen = now if any(loads) else last_seen
+            if now - last_seen > GONE_S:
+                raise AdapterFailed(f"adapter {ref.adapter_id!r} is not being loaded any more: it was changed again meanwhile")
+            if now > deadline:
+                raise Unhealthy(f"adapter {ref.adapter_id!r} is still being loaded after {LOAD_S:.0f} s")
             await asyncio.sleep(LOOK_S)
 
     async def _known(self, adapter_id: str) -> list[AdapterStatus]:
@@ -116,9 +126,13 @@ class AdapterAdmin:
         return [status for status in await self._service.adapter_statuses() if status.adapter_id == adapter_id]
 
 
-def _is_loaded(adapter_id: str, statuses: list[AdapterStatus]) -> bool:
+def _is_of(ref: AdapterRef, status: AdapterStatus) -> bool:
+    """A record without a source, such as of a merge, may be of any."""
+    return (ref.adapter_id, ref.source or status.source, ref.revision) == (status.adapter_id, status.source, status.revision)
+
+
+def _is_loaded(adapter_id: str, versions: list[AdapterStatus]) -> bool:
     """On one replica. Raises when its load has failed, also when an older version is still there."""
-    versions = [status for status in statuses if status.adapter_id == adapter_id]
     if any(status.state == "loading" for status in versions):
         return False
     for status in versions:
@@ -135,35 +149,35 @@ def make_router(service: Service) -> APIRouter:
     admin = AdapterAdmin(service)
     router = APIRouter(prefix="/admin/adapters", tags=["admin"], responses={200: STATUSES})
 
-    @router.get("", response_model=None)
+    @router.get("", response_model=None, responses=ADMIN_LIST)
     async def listing(state: str | None = None) -> dict[str, Any]:
         """Every version of every adapter, or those in one state."""
         return await admin.listing(state)
 
-    @router.post("", response_model=None)
+    @router.post("", response_model=None, responses=ADMIN_LOAD)
     async def load(body: LoadBody) -> dict[str, Any]:
         """Answered when the adapter is in host memory, or with the reason why it can't be."""
         return await admin.load(body)
 
-    @router.post("/{adapter_id:path}/pin", response_model=None)
+    @router.post("/{adapter_id:path}/pin", response_model=None, responses=ADMIN_CHANGE)
     async def pin(adapter_id: str) -> dict[str, Any]:
         """Keep it in memory whoever else needs the room."""
         return await admin.change("pin", adapter_id)
 
-    @router.post("/{adapter_id:path}/unpin", response_model=None)
+    @router.post("/{adapter_id:path}/unpin", response_model=None, responses=ADMIN_ENTRY)
     async def unpin(adapter_id: str) -> dict[str, Any]:
         return await admin.change("unpin", adapter_id)
 
-    @router.post("/{adapter_id:path}/reload", response_model=None)
+    @router.post("/{adapter_id:path}/reload", response_model=None, responses=ADMIN_CHANGE)
     async def reload(adapter_id: str) -> dict[str, Any]:
         """Look at its source again: running requests keep their version, new ones get the new one."""
         return await admin.change("reload", adapter_id)
 
-    @router.get("/{adapter_id:path}", response_model=None)
+    @router.get("/{adapter_id:path}", response_model=None, responses=ADMIN_ENTRY)
     async def get(adapter_id: str) -> dict[str, Any]:
         return await admin.get(adapter_id)
 
-    @router.delete("/{adapter_id:path}", response_model=None)
+    @router.delete("/{adapter_id:path}", response_model=None, responses=ADMIN_ENTRY)
     async def unload(adapter_id: str) -> dict[str, Any]:
         """Free all memory and disk it takes, after its last running request."""
         return await admin.change("unload", adapter_id)

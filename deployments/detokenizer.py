@@ -31,7 +31,7 @@ class Detokenizer:
         """The text that became whole with this token; "" for a special token or within a character."""
         if token_id in self._tokenizer.special_texts:
             return ""
-        piece = self.peek(token_id)
+        piece = self._piece(token_id)
         self._new_ids.append(token_id)
         if not piece:
             return ""
@@ -40,9 +40,20 @@ class Detokenizer:
         return piece
 
     def peek(self, token_id: int) -> str:
-        """What `push` would give, without taking the token."""
+        """What `push` would give, without taking the token; nothing where a token within a character would not make it whole."""
         if token_id in self._tokenizer.special_texts:
             return ""
+        piece = self._piece(token_id)
+        return "" if BROKEN in piece and self._tokenizer.bytes.partial(token_id) else piece
+
+    def own_bytes(self, token_id: int) -> bytes:
+        """Of a token that might come next, where its text is not they: within a character, or after bytes that never became one."""
+        partial = self._tokenizer.bytes.partial(token_id)
+        if partial or not self._new_ids or not any(map(self._tokenizer.bytes.partial, self._new_ids)):
+            return partial
+        return self._tokenizer.own_text(token_id).encode()
+
+    def _piece(self, token_id: int) -> str:
         text = self._tokenizer.decode([*self._context_ids, *self._new_ids, token_id])
         is_hopeless = len(self._new_ids) >= MAX_PENDING
         is_cut = text.endswith(BROKEN) and not is_hopeless and self._is_cut([*self._new_ids, token_id])

@@ -11,6 +11,7 @@ import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
+from itertools import islice
 from pathlib import Path
 
 import msgspec
@@ -63,6 +64,16 @@ class DiskCache:
     def entries(self) -> list[Entry]:
         keys = [file.parent.name for file in self._folder.glob(f"*/{ENTRY_FILE}")]
         return [entry for key in keys if (entry := self.entry(key))]
+
+    def stamps(self, max_keys: int) -> dict[str, str]:
+        """Of each key's entry, what changes with it; none is read."""
+        stamps: dict[str, str] = {}
+        with suppress(OSError), os.scandir(self._folder) as keys:
+            for key in islice(keys, max_keys):
+                with suppress(OSError):  # no key, or removed meanwhile
+                    entry = os.stat(f"{key.path}/{ENTRY_FILE}")
+                    stamps[key.name] = f"{entry.st_ino}-{entry.st_mtime_ns}"
+        return stamps
 
     def set_entry(self, key: str, entry: Entry) -> None:
         (self._folder / key).mkdir(parents=True, exist_ok=True)

@@ -20,7 +20,7 @@ from loray.deployments.adapter_records import AdapterChange, Changed
 from loray.deployments.adapter_status import AdapterStatus
 from loray.deployments.deadlines import seconds_left
 from loray.deployments.errors import AdapterFailed, DeadlineExceeded, Incomplete, LorayError, Unhealthy, from_wire
-from loray.deployments.mailbox import Mailbox
+from loray.deployments.mailbox import Mailbox, ReplicaLost
 from loray.deployments.request import AdapterRef, GenerationRequest, TokenEvent
 from loray.deployments.token_channel import TokenReceiver
 
@@ -34,10 +34,7 @@ TEMPLATE_S = 600.0  # for an adapter's chat template, which comes with the adapt
 LEAVING_S = 1.0  # for Serve to cancel a task whose calls it has cancelled
 GRACE_S = 0.5  # beyond a deadline: the driver's own word of it says more
 MAX_LOSSES = 2  # replicas lost in a row without a single new token
-
-
-class ReplicaLost(Exception):
-    """The driver replica died under a request. Never leaves this file."""
+NO_RECEIVER = "this ingress replica gets no tokens any more"
 
 
 class DriverClient:
@@ -47,6 +44,7 @@ class DriverClient:
         self._events: dict[str, Mailbox] = {}  # None in it: the Serve call has ended
         self._receiver = TokenReceiver(ray.util.get_node_ip_address(), self._deliver)
         self._receiving = asyncio.create_task(self._receiver.run())
+        self._receiving.add_done_callback(self._end_all)
 
     async def generate(self, request: GenerationRequest) -> AsyncGenerator[TokenEvent, None]:
         output_ids = list(request.output_ids)
@@ -79,6 +77,11 @@ class DriverClient:
 
     async def adapters(self) -> list[str]:
         return await self._ask("adapters")
+
+    def check_receiver(self) -> None:
+        """Raises Unhealthy when no tokens arrive here any more: this process can't mend it."""
+        if self._receiving.done():
+            raise Unhealthy(NO_RECEIVER)
 
     async def healthy(self) -> bool:
         """Also whether tokens would arrive here."""
@@ -129,13 +132,14 @@ class DriverClient:
 
     async def _attempt(self, request: GenerationRequest) -> AsyncGenerator[TokenEvent, None]:
         """One request at one replica, to its last event."""
+        self.check_receiver()
         address = self._receiver.address
         events = self._events[request.request_id] = Mailbox(len(request.output_ids))
         response = self._driver.submit.remote(msgspec.msgpack.encode(request), address.endpoint, address.public_key)
         call = asyncio.create_task(_result(response))
         call.add_done_callback(lambda _: events.put(None))
-        late = TokenEvent(request.request_id, error=DeadlineExceeded.__name__, message="no replica said more of it")
-        timer = asyncio.get_running_loop().call_later(request.deadline_s + GRACE_S, events.put, late) if request.deadline_s else None
+        late = DeadlineExceeded("no replica said more of it")
+        timer = asyncio.get_running_loop().call_later(request.deadline_s + GRACE_S, events.fail, late) if request.deadline_s else None
         wait_s: float | None = ACCEPT_S
         is_done = False
         try:
@@ -152,7 +156,7 @@ class DriverClient:
                     _raise_if_lost(call)
                     wait_s = TAIL_S
                 elif event.error:
-                    is_done = event is not late  # else the replica still has it, or has yet to get it
+                    is_done = True
                     raise from_wire(event.error, event.message)
                 else:
                     wait_s = TAIL_S if call.done() else None
@@ -170,6 +174,13 @@ class DriverClient:
         events = self._events.get(event.request_id)
         if events is not None:  # else the request was given up here and its last tokens were on their way
             events.put(event)
+
+    def _end_all(self, receiving: asyncio.Task[None]) -> None:
+        """Whoever waits for tokens would wait for ever."""
+        if not receiving.cancelled():
+            logger.error(NO_RECEIVER, exc_info=receiving.exception())
+        for events in self._events.values():
+            events.fail(Unhealthy(NO_RECEIVER))
 
 
 async def _result(response: DeploymentResponse) -> Any:

@@ -262,7 +262,7 @@ class Engine:
                 self._fail(sequence, refusal)
 
     def _end_with(self, sequence: Sequence, error: LorayError) -> None:
-        self._tell(sequence, error=type(error).__name__, message=error.message)
+        self._tell(sequence, error=type(error).__name__, message=error.message, num_before=sequence.num_output)
         self._forget(sequence, type(error).__name__)
 
     def _tell(self, sequence: Sequence, **fields: object) -> None:

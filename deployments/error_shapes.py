@@ -24,6 +24,7 @@ from loray.deployments.errors import (
 )
 
 UNION_TAGS = {"str", "int", "float", "bool", "list", "dict"}  # how pydantic names the branches of a union in a location
+PARAMETERS = "parameters"  # of native requests: LoRAX names its fields without it; of an unknown one it says where it stands
 MAX_ERRORS = 10  # of one request, that are told
 MAX_NAME_CHARS = 200  # a field's name may be the caller's own, and so may be part of a reason
 MAX_REASON_CHARS = 1000
@@ -40,27 +41,6 @@ OPENAI_SCHEMA = {
     "type": "object",
     "properties": {"error": {"type": "object", "properties": OPENAI_FIELDS, "required": [*OPENAI_FIELDS]}},
     "required": ["error"],
-}
-# What any route may answer, for the API's own description; 400 is /v1's word for 422. As models they would cost a second at the start.
-ERROR_RESPONSES: dict[int | str, dict[str, Any]] = {
-    status: {
-        "description": description,
-        "content": {"application/json": {"schema": {"anyOf": [NativeError.model_json_schema(), OPENAI_SCHEMA]}}},
-    }
-    for status, description in {
-        400: "the request is wrong (/v1)",
-        401: "the API key is missing or wrong",
-        403: "this server has no admin key",
-        404: "there is no such thing",
-        405: "the path knows other methods",
-        408: "the body did not come in time",
-        413: "the body is too large",
-        422: "the request is wrong; says which field and why",
-        424: "the adapter can't be used; says which and why",
-        429: "too many requests; try again after Retry-After seconds",
-        500: "accepted, but could not be finished",
-        503: "no tokens can be made now",
-    }.items()
 }
 
 
@@ -116,16 +96,32 @@ def _headers(error: LorayError) -> dict[str, str]:
 def invalid_request(errors: Iterable[Mapping[str, Any]]) -> InvalidRequest:
     """Of pydantic's errors: the first fields that are wrong, and why. The first is the `param`."""
     reasons: dict[str, str] = {}
-    told = list(islice(errors, MAX_ERRORS))
-    for error in sorted(told, key=lambda error: _is_of_other_branch(error, told)):
+    for error in _of_best_branches(list(islice(errors, MAX_ERRORS))):
         reasons.setdefault(_field(error), _reason(error))
     message = "; ".join(f"{name}: {reason}" if name else reason for name, reason in reasons.items())
     return InvalidRequest(message, param=next(iter(reasons)) or None)
 
 
-def _is_of_other_branch(error: Mapping[str, Any], errors: list[Mapping[str, Any]]) -> bool:
-    """Whether it only says that a value is of another type than one branch of a union wants, while another branch says what is wrong."""
-    return error["type"].endswith("_type") and any(_field(e) == _field(error) and not e["type"].endswith("_type") for e in errors)
+def _of_best_branches(errors: list[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
+    """Of a value that fits no branch of its union: what one branch says. That is one that finds more wrong than a type, or else the one
+    that went furthest into the value."""
+    places = [_branch(error) for error in errors]
+    best: dict[tuple[Any, ...], tuple[bool, tuple[int, ...]]] = {}
+    chosen: dict[tuple[Any, ...], str] = {}
+    for error, (union, branch, way) in zip(errors, places, strict=True):
+        merit = not error["type"].endswith("_type"), way
+        if union not in best or merit > best[union]:
+            best[union], chosen[union] = merit, branch
+    return [error for error, (union, branch, _) in zip(errors, places, strict=True) if branch == chosen[union]]
+
+
+def _branch(error: Mapping[str, Any]) -> tuple[tuple[Any, ...], str, tuple[int, ...]]:
+    """The place of the union that it is of, the branch, "" for none, and the places in lists from there on."""
+    path = error["loc"][:-1] if error["type"] == "extra_forbidden" else error["loc"]
+    for place, part in enumerate(path):
+        if _is_union_tag(str(part)):
+            return path[:place], str(part), tuple(step if isinstance(step, int) else 0 for step in path[place + 1 :])
+    return path, "", ()
 
 
 def _field(error: Mapping[str, Any]) -> str:
@@ -133,6 +129,8 @@ def _field(error: Mapping[str, Any]) -> str:
     parts = [part for part in path if not _is_union_tag(part)]
     if error["type"] == "extra_forbidden" or not _is_union_tag(last):
         parts.append(last)
+    if parts[0] == PARAMETERS and len(parts) > (2 if error["type"] == "extra_forbidden" else 1):
+        parts = parts[1:]
     return _shortened(".".join(parts), MAX_NAME_CHARS).encode("utf-8", "backslashreplace").decode()  # an unknown one may be anything
 
 

@@ -11,6 +11,7 @@ from loray.deployments.errors import Incomplete
 from loray.deployments.off_loop import in_turn_if
 from loray.deployments.request import Alternatives, GenerationRequest, TokenEvent
 from loray.deployments.stop_strings import Shelter, StopStrings
+from loray.deployments.token_bytes import whole_text
 from loray.deployments.tokenizer import Tokenizer
 
 LOWEST_LOGPROB = -1e4  # stands for anything JSON can't write
@@ -24,7 +25,7 @@ class GeneratedToken:
     logprob: float  # finite
     is_special: bool
     alternatives: tuple["GeneratedToken", ...] = ()  # the most probable tokens at its place; none have alternatives themselves
-    partial: bytes = b""  # the token's own, where they are not whole characters
+    own: bytes = b""  # the token's, where `text` is not they: within a character, or after bytes that never became one
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,7 +35,7 @@ class PromptToken:
     logprob: float | None  # finite; the first has none, for nothing comes before it
     is_special: bool
     alternatives: tuple[GeneratedToken, ...] = ()
-    partial: bytes = b""  # as in GeneratedToken
+    own: bytes = b""  # as in GeneratedToken
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,7 +53,7 @@ class Timing:
 
     received: float = field(default_factory=time.monotonic)
     validated: float = 0.0
-    accepted: float = 0.0  # by the engine; 0 also where it refused the request after all
+    accepted: float = 0.0  # by a driver, which may still have to fetch the adapter; 0 also where it refused the request after all
     admitted: float = 0.0  # it left the queue; known with the first token
     first_token: float = 0.0
     latest_token: float = 0.0
@@ -61,7 +62,7 @@ class Timing:
 
 
 def num_taken(request: GenerationRequest, timing: Timing) -> int:
-    """Prompt tokens that the engine took: none of a request that it refused."""
+    """Prompt tokens that a driver took: none of a request that it refused."""
     return len(request.prompt_ids) if timing.accepted else 0
 
 
@@ -166,7 +167,7 @@ class Generation:
         for token_id, logprob, others in zip(self.request.prompt_ids, [0.0, *self._prompt_logprobs], [[], *alternatives], strict=True):
             token = _token(self._tokenizer, detokenizer, token_id, logprob, others)
             prompt_logprob = token.logprob if tokens else None
-            tokens.append(PromptToken(token.id, token.text, prompt_logprob, token.is_special, token.alternatives, token.partial))
+            tokens.append(PromptToken(token.id, token.text, prompt_logprob, token.is_special, token.alternatives, token.own))
         return tokens
 
     def _rest(self) -> str:
@@ -179,18 +180,17 @@ class Generation:
 def _token(tokenizer: Tokenizer, detokenizer: Detokenizer, token_id: int, logprob: float, others: Alternatives) -> GeneratedToken:
     """Takes the token; the others might have stood in its place."""
     specials = tokenizer.special_texts
-    alternatives = tuple(
-        GeneratedToken(
-            other,
-            specials.get(other) or detokenizer.peek(other),
-            _finite(other_logprob),
-            other in specials,
-            partial=tokenizer.bytes.partial(other),
-        )
-        for other, other_logprob in others
-    )
+    alternatives = tuple(_alternative(specials, detokenizer, *other) for other in others)
+    own = detokenizer.own_bytes(token_id)
     text = specials.get(token_id) or detokenizer.push(token_id)
-    return GeneratedToken(token_id, text, _finite(logprob), token_id in specials, alternatives, tokenizer.bytes.partial(token_id))
+    return GeneratedToken(token_id, text, _finite(logprob), token_id in specials, alternatives, own)
+
+
+def _alternative(specials: dict[int, str], detokenizer: Detokenizer, token_id: int, logprob: float) -> GeneratedToken:
+    """Its text is its own, not that of bytes before it, to which it might not have belonged."""
+    own = detokenizer.own_bytes(token_id)
+    text = specials.get(token_id) or whole_text(own) or detokenizer.peek(token_id)
+    return GeneratedToken(token_id, text, _finite(logprob), token_id in specials, own=own)
 
 
 def _finite(logprob: float) -> float:

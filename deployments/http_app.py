@@ -19,7 +19,7 @@ from starlette.routing import Match, Route
 from loray.deployments import admin, error_shapes, native, openai, request_log
 from loray.deployments.api_docs import Info, complete_docs
 from loray.deployments.config import ServerArgs
-from loray.deployments.error_shapes import ERROR_RESPONSES
+from loray.deployments.error_docs import HEALTH
 from loray.deployments.errors import InvalidRequest, LorayError, TooLarge, TooSlow
 from loray.deployments.health import Health
 from loray.deployments.middleware import CLIENT_GONE, KeyCheck, LastResort, Limits, PrefixIsRoot, RequestRecord
@@ -45,7 +45,6 @@ def make_app(service: Service, answers_request_id: bool = True) -> FastAPI:
         title="loray",
         description="One base model, thousands of LoRA adapters.",
         version=str(service.info()["version"]),
-        responses=ERROR_RESPONSES,
         lifespan=lifespan,
         redirect_slashes=False,  # a path with one more is another, and unknown
     )
@@ -135,18 +134,18 @@ def _allowed_methods(request: Request) -> list[str]:
 
 
 def _add_health(app: FastAPI, checks: Health) -> None:
-    @app.get("/", tags=["health"], response_class=Response)  # the class: OpenAPI shows an empty body
+    @app.get("/", tags=["health"], response_class=Response, responses=HEALTH)  # the class: OpenAPI shows an empty body
     @app.head("/", include_in_schema=False)
-    @app.get("/health", tags=["health"], response_class=Response)
+    @app.get("/health", tags=["health"], response_class=Response, responses=HEALTH)
     @app.head("/health", include_in_schema=False)
-    @app.get("/ping", tags=["health"], response_class=Response)
+    @app.get("/ping", tags=["health"], response_class=Response, responses=HEALTH)
     @app.head("/ping", include_in_schema=False)
     async def health() -> Response:
         """200 when tokens can be made, else 503."""
         await checks.check()
         return Response()
 
-    @app.get("/startup", tags=["health"], response_class=Response)
+    @app.get("/startup", tags=["health"], response_class=Response, responses=HEALTH)
     async def startup() -> Response:
         """200 once a real generation has worked."""
         await checks.check_started()

@@ -30,7 +30,8 @@ class Ingress:
         tokenizer = await asyncio.to_thread(Tokenizer.load, folder, args.model.trust_remote_code)
         facts = await driver.info.remote()
         replica = serve.get_replica_context().replica_id.unique_id
-        self._service = Service(args, tokenizer, DriverClient(driver, registry), facts["max_total_tokens"], facts, replica)
+        self._client = DriverClient(driver, registry)
+        self._service = Service(args, tokenizer, self._client, facts["max_total_tokens"], facts, replica)
         self._native = NativeApi(self._service)
         self._admin = AdapterAdmin(self._service)
         gc.collect()
@@ -38,6 +39,10 @@ class Ingress:
 
     def __serve_build_asgi_app__(self) -> FastAPI:
         return make_app(self._service, answers_request_id=False)  # Serve's proxy does, and two would be one too many
+
+    async def check_health(self) -> None:
+        """Serve asks, and builds a new replica in place of one that raises."""
+        self._client.check_receiver()
 
     async def generate(self, body: dict[str, Any]) -> dict[str, Any]:
         return await self._native.generate(body)

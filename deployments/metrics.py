@@ -43,7 +43,7 @@ class Metrics:
         self._generations = self._counter("generations", "Generations by outcome", ["adapter", "outcome"])
         self._embeddings = self._counter("embeddings", "Embeddings by outcome", ["adapter", "outcome"])
         self._prompt_tokens = self._counter(
-            "prompt_tokens", "Prompt tokens that the engine took, of each sequence and of embeddings", ["adapter"]
+            "prompt_tokens", "Prompt tokens that a driver took, of each sequence and of embeddings", ["adapter"]
         )
         self._generated_tokens = self._counter("generated_tokens", "Generated tokens", ["adapter"])
         self._first_token = self._histogram("time_to_first_token_seconds", "From request to first token", LATENCY_BUCKETS)

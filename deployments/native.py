@@ -13,6 +13,7 @@ from fastapi.responses import JSONResponse
 from loray.deployments import sse
 from loray.deployments.caller_token import caller_token
 from loray.deployments.config import ApiKeyArgs
+from loray.deployments.error_docs import NATIVE_MODEL, NATIVE_TEXT
 from loray.deployments.error_shapes import native_body
 from loray.deployments.errors import InvalidRequest
 from loray.deployments.generation import OFF_LOOP_TOKENS, GeneratedToken, Generation, Timing
@@ -223,19 +224,19 @@ def make_router(service: Service) -> APIRouter:
 def _add_generation(router: APIRouter, api: NativeApi, keys: ApiKeyArgs) -> None:
     Token = Annotated[str, Depends(caller_token(keys))]
 
-    @router.post("/generate", response_model=GenerateShape, responses={200: ANSWER})
+    @router.post("/generate", response_model=GenerateShape, responses={200: ANSWER, **NATIVE_MODEL})
     async def generate(body: GenerateBody, token: Token) -> Response:
         """One generation, answered whole."""
         response, headers = await api.respond(body, Timing(), token)
         return await json_answer(lambda: response, num_told(response) > OFF_LOOP_TOKENS, headers)
 
-    @router.post("/generate_stream", status_code=200, response_class=sse.EventStream, responses={200: EVENTS})
+    @router.post("/generate_stream", status_code=200, response_class=sse.EventStream, responses={200: EVENTS, **NATIVE_MODEL})
     async def generate_stream(body: GenerateBody, token: Token) -> Response:
         """One generation, one server-sent event a token."""
         return await api.stream_response(body, Timing(), token)
 
-    @router.post("/", response_model=list[GenerateShape], responses={200: EVENTS})
-    @router.post("/invocations", response_model=list[GenerateShape], responses={200: EVENTS})
+    @router.post("/", response_model=list[GenerateShape], responses={200: EVENTS, **NATIVE_MODEL})
+    @router.post("/invocations", response_model=list[GenerateShape], responses={200: EVENTS, **NATIVE_MODEL})
     async def compatible(body: GenerateBody, token: Token) -> Response:
         """Streamed or whole, as `stream` says; whole is an array of one."""
         timing = Timing()
@@ -248,7 +249,7 @@ def _add_generation(router: APIRouter, api: NativeApi, keys: ApiKeyArgs) -> None
 def _add_embedding(router: APIRouter, api: NativeApi, keys: ApiKeyArgs) -> None:
     Token = Annotated[str, Depends(caller_token(keys))]
 
-    @router.post("/embed", response_model=EmbedShape, responses={200: ANSWER})
+    @router.post("/embed", response_model=EmbedShape, responses={200: ANSWER, **NATIVE_MODEL})
     async def embed(body: EmbedBody, token: Token) -> Response:
         """One text as a vector: its final hidden states, pooled."""
         response, headers = await api.respond_embed(body, Timing(), token)
@@ -258,17 +259,17 @@ def _add_embedding(router: APIRouter, api: NativeApi, keys: ApiKeyArgs) -> None:
 def _add_token_routes(router: APIRouter, api: NativeApi) -> None:
     """The tokens of a text, and what kinds they are of."""
 
-    @router.post("/classify", response_model=None, status_code=422)
+    @router.post("/classify", response_model=None, status_code=422, responses=NATIVE_TEXT)
     async def classify(body: EmbedBody) -> Response:
         """The entities in a text: always refused, for the models served here do not classify."""
         raise InvalidRequest(NO_CLASSES, "inputs")
 
-    @router.post("/classify_batch", response_model=None, status_code=422)
+    @router.post("/classify_batch", response_model=None, status_code=422, responses=NATIVE_TEXT)
     async def classify_batch(body: ClassifyBatchBody) -> Response:
         """The entities in several texts: always refused, as /classify."""
         raise InvalidRequest(NO_CLASSES, "inputs")
 
-    @router.post("/tokenize", response_model=list[SpanShape])
+    @router.post("/tokenize", response_model=list[SpanShape], responses=NATIVE_TEXT)
     async def tokenize(body: TokenizeBody) -> Response:
         """The tokens of a text; start and stop count characters."""
         return await api.respond_tokenize(body)

@@ -26,8 +26,8 @@ def whole_characters(text: str) -> str:
 
 
 Text = Annotated[str, AfterValidator(whole_characters)]
-StopString = Annotated[Text, Field(min_length=1)]
-AdapterId = Annotated[Text, Field(min_length=1)]
+StopString = Annotated[str, Field(min_length=1), AfterValidator(whole_characters)]
+AdapterId = StopString
 
 
 class Body(BaseModel):

@@ -10,11 +10,12 @@ from typing import Annotated, Any
 
 from fastapi import APIRouter, Depends, Response
 
-from loray.deployments import sse
+from loray.deployments import request_log, sse
 from loray.deployments.answer_plan import RESPONSE_FORMAT, AnswerPlan, answer_plan
 from loray.deployments.caller_token import caller_token
 from loray.deployments.chat_template import ChatTemplates
 from loray.deployments.completion_plan import completion_plan
+from loray.deployments.error_docs import OPENAI_ENTRY, OPENAI_LIST, OPENAI_MODEL
 from loray.deployments.error_shapes import openai_body
 from loray.deployments.errors import AdapterNotFound, InvalidRequest, ToolError
 from loray.deployments.generation import OFF_LOOP_TOKENS, Piece, PromptToken, Timing
@@ -23,7 +24,7 @@ from loray.deployments.json_route import JsonRoute
 from loray.deployments.merge import merge
 from loray.deployments.off_loop import in_turn_if, off_loop_if
 from loray.deployments.openai_choices import ChatChoice, Choice, CompletionChoice
-from loray.deployments.openai_docs import CHAT_DOCS, COMPLETION_DOCS, ERROR_DOCS, EmbeddingList, Model, ModelList
+from loray.deployments.openai_docs import CHAT_DOCS, COMPLETION_DOCS, EmbeddingList, Model, ModelList
 from loray.deployments.openai_embedding_request import EmbeddingBody
 from loray.deployments.openai_request import ChatBody, CompletionBody, OpenAIBody
 from loray.deployments.openai_shapes import ResponseShape, Usage, embeddings_shape
@@ -115,6 +116,8 @@ class OpenAIApi:
         received = time.monotonic()
         self._check_choices(body)
         body.check()
+        if body.max_tokens == 0:
+            request_log.set_echo_only()
         plans = await completion_plan(self._service, body, token, received)
         requests = [request for plan in plans for request in plan.requests]
         choices: list[CompletionChoice] = []
@@ -243,7 +246,7 @@ def chunk_tail(call: Call) -> dict[str, dict[str, int] | None]:
 
 def make_router(service: Service) -> APIRouter:
     api = OpenAIApi(service)
-    router = APIRouter(prefix="/v1", tags=["openai"], responses=ERROR_DOCS, route_class=JsonRoute)
+    router = APIRouter(prefix="/v1", tags=["openai"], route_class=JsonRoute)
     bearer = caller_token(service.args.api_keys)
 
     async def hub_token(token: Annotated[str, Depends(bearer)]) -> str:
@@ -251,27 +254,27 @@ def make_router(service: Service) -> APIRouter:
 
     Token = Annotated[str, Depends(hub_token)]
 
-    @router.post("/chat/completions", response_model=None, responses=CHAT_DOCS)
+    @router.post("/chat/completions", response_model=None, responses={**CHAT_DOCS, **OPENAI_MODEL})
     async def chat_completions(body: ChatBody, token: Token) -> Response:
         """The next message of a conversation."""
         return await api.answer(await api.chat_call(body, token))
 
-    @router.post("/completions", response_model=None, responses=COMPLETION_DOCS)
+    @router.post("/completions", response_model=None, responses={**COMPLETION_DOCS, **OPENAI_MODEL})
     async def completions(body: CompletionBody, token: Token) -> Response:
         """The continuation of one or several prompts."""
         return await api.answer(await api.completion_call(body, token))
 
-    @router.post("/embeddings", response_model=None, responses={200: {"model": EmbeddingList}})
+    @router.post("/embeddings", response_model=None, responses={200: {"model": EmbeddingList}, **OPENAI_MODEL})
     async def embeddings(body: EmbeddingBody, token: Token) -> Response:
         """One or several texts as vectors: their final hidden states, pooled."""
         return await api.embeddings(body, token)
 
-    @router.get("/models", response_model=None, responses={200: {"model": ModelList}})
+    @router.get("/models", response_model=None, responses={200: {"model": ModelList}, **OPENAI_LIST})
     async def models() -> dict[str, Any]:
         """The base model and every adapter that can be used now."""
         return {"object": "list", "data": await api.models()}
 
-    @router.get("/models/{model_id:path}", response_model=None, responses={200: {"model": Model}})
+    @router.get("/models/{model_id:path}", response_model=None, responses={200: {"model": Model}, **OPENAI_ENTRY})
     async def model(model_id: str) -> dict[str, Any]:
         return await api.model(model_id)
 

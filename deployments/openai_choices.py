@@ -8,6 +8,7 @@ from typing import Any
 
 from loray.deployments.generation import GeneratedToken, Piece, PromptToken
 from loray.deployments.openai_shapes import FINISH_REASONS
+from loray.deployments.token_bytes import whole_text
 from loray.deployments.tool_parser import CallPiece, Said, ToolCallParser
 
 LOGPROB_LISTS = ("tokens", "token_logprobs", "top_logprobs", "text_offset")
@@ -28,7 +29,7 @@ class HeldTokens:
         """Those that are part of the answer now."""
         for token in piece.tokens:
             if self.has_special or not token.is_special:
-                self.held.append((self.num_chars, token))
+                self.held.append((self.num_chars + num_broken(token), token))
             self.num_chars += 0 if token.is_special else len(token.text)
         self.num_given += len(piece.text)
         is_whole = piece.finish_reason not in ("", "stop_sequence")
@@ -174,7 +175,13 @@ Choice = ChatChoice | CompletionChoice
 def places_of(prompt: Tokens) -> list[int]:
     """In the text that is made of them, without special ones."""
     lengths = (0 if token.is_special else len(token.text) for token in prompt)
-    return list(itertools.accumulate(lengths, initial=0))[: len(prompt)]
+    return [place + num_broken(token) for place, token in zip(itertools.accumulate(lengths, initial=0), prompt, strict=False)]
+
+
+def num_broken(token: GeneratedToken | PromptToken) -> int:
+    """Characters that its text has before its own, for bytes of earlier tokens."""
+    own = whole_text(token.own)
+    return max(0, len(token.text) - len(own)) if own else 0
 
 
 def chat_logprob(token: GeneratedToken | PromptToken) -> dict[str, Any]:
@@ -182,9 +189,12 @@ def chat_logprob(token: GeneratedToken | PromptToken) -> dict[str, Any]:
 
 
 def token_shape(token: GeneratedToken | PromptToken) -> dict[str, Any]:
-    return {"token": token.text, "logprob": token.logprob, "bytes": list(token.partial or token.text.encode())}
+    """The names of a text's tokens make the text; one within a character is what became whole with it, be it nothing."""
+    return {"token": whole_text(token.own) or token.text, "logprob": token.logprob, "bytes": list(token.own or token.text.encode())}
 
 
 def token_text(token: GeneratedToken | PromptToken) -> str:
     """As OpenAI writes a token within a character, whose text would be none: several such may be alternatives to each other."""
-    return "bytes:" + "".join(f"\\x{byte:02x}" for byte in token.partial) if token.partial else token.text
+    if not token.own:
+        return token.text
+    return whole_text(token.own) or "bytes:" + "".join(f"\\x{byte:02x}" for byte in token.own)

@@ -1,10 +1,10 @@
 """What OpenAPI shows of the OpenAI API's answers. Documentation: the answers themselves are made in openai_choices and openai_shapes."""
 
-from typing import Any, Literal
+from typing import Literal
 
 from pydantic import BaseModel
 
-from loray.deployments.error_shapes import OPENAI_SCHEMA
+from loray.deployments.error_docs import Docs
 from loray.deployments.native_shapes import event_stream_docs
 
 
@@ -120,22 +120,6 @@ class ModelList(BaseModel):
     data: list[Model]
 
 
-Docs = dict[int | str, dict[str, Any]]
-
-_ERRORS = {
-    400: "a bad parameter; says which and why",
-    401: "the API key is missing or wrong",
-    404: "no such model",
-    405: "no such method",
-    408: "the body did not come in time",
-    413: "the body is too large",
-    424: "the adapter can't be used; says which and why",
-    429: "too many requests; `Retry-After` says when to try again",
-    500: "accepted, but could not be finished",
-    503: "no tokens can be made now",
-}
-_ERROR_CONTENT = {"application/json": {"schema": OPENAI_SCHEMA}}
-ERROR_DOCS: Docs = {status: {"content": _ERROR_CONTENT, "description": text} for status, text in _ERRORS.items()}
 _STREAM = event_stream_docs("With stream: true: chunks, then [DONE].")
 CHAT_DOCS: Docs = {200: {"model": ChatCompletion, "content": _STREAM}}
 COMPLETION_DOCS: Docs = {200: {"model": Completion, "content": _STREAM}}

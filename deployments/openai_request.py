@@ -29,6 +29,13 @@ def not_supported(value: Any) -> Any:
     return value
 
 
+def little_metadata(value: Any) -> Any:
+    """Counts before the values are looked at: each that is wrong would cost as much as an error does."""
+    if isinstance(value, dict) and len(value) > MAX_METADATA:
+        raise ValueError(f"has {len(value)} entries, more than {MAX_METADATA}")
+    return value
+
+
 def null_only(value: Any) -> None:
     if value is not None:
         raise ValueError("not supported by this server")
@@ -38,7 +45,6 @@ T = TypeVar("T")
 Each = Annotated[list[T], Field(fail_fast=True)]  # a body has room for millions of wrong items: the first is enough
 Prompts = Annotated[Each[T], Field(min_length=1, max_length=MAX_PROMPTS)]
 TokenIds = Annotated[Each[int], Field(min_length=1)]
-Bias = Annotated[float, Field(ge=-100, le=100)]
 NoWish = AfterValidator(not_supported)
 Null = Annotated[None, BeforeValidator(null_only)]  # of clients that send every field
 
@@ -88,7 +94,7 @@ class OpenAIBody(Body):
     frequency_penalty: float | None = Field(default=None, ge=-2, le=2)
     repetition_penalty: float | None = Field(default=None, gt=0)
     """Not OpenAI's."""
-    logit_bias: dict[str, Bias] | None = None
+    logit_bias: dict[str, Annotated[float, Field(ge=-100, le=100)]] | None = None
     """By token id: added to the token's logit; -100 bans it."""
     adapter_source: Text | None = None
     api_token: Text | None = None
@@ -188,7 +194,7 @@ class ChatBody(OpenAIBody):
     """auto when there are tools."""
     parallel_tool_calls: bool | None = None
     """Whether there may be several calls in one message: true when not given."""
-    metadata: dict[Text, Text] | None = Field(default=None, max_length=MAX_METADATA)
+    metadata: Annotated[dict[Text, Text] | None, BeforeValidator(little_metadata)] = Field(default=None, max_length=MAX_METADATA)
     """Accepted like `user`; so are the next three."""
     prompt_cache_key: Text | None = None
     prompt_cache_retention: Literal["in_memory", "24h"] | None = None

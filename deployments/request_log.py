@@ -37,18 +37,20 @@ class RequestNote:
     trace: TraceContext = TraceContext()  # the request's own span where there is one, else the caller's
     key_name: str = ""  # of the API key; "" = none needed
     error_type: str = ""
+    is_echo_only: bool = False  # the one token that is generated for each prompt is nobody's wish
     received: float = field(default_factory=time.monotonic)  # its head; the body may take longer
     sequences: list[Sequence] = field(default_factory=list)
 
     @property
     def num_prompt_tokens(self) -> int:
-        """Of those that the engine took, each prompt once: the sequences that are made of one share its list."""
+        """Of those that a driver took, each prompt once: the sequences that are made of one share its list."""
         prompts = [sequence.request.prompt_ids for sequence in self.sequences if sequence.timing.accepted]
         return sum({id(prompt_ids): len(prompt_ids) for prompt_ids in prompts}.values())
 
     @property
     def num_tokens(self) -> int:
-        return sum(sequence.num_tokens for sequence in self.sequences)
+        """Generated, as `usage` says it."""
+        return 0 if self.is_echo_only else sum(sequence.num_tokens for sequence in self.sequences)
 
 
 _current: ContextVar[RequestNote | None] = ContextVar("request_note", default=None)
@@ -96,6 +98,12 @@ def add_failure(error_type: str) -> None:
     note = _current.get()
     if note:
         note.error_type = error_type
+
+
+def set_echo_only() -> None:
+    note = _current.get()
+    if note:
+        note.is_echo_only = True
 
 
 def tell(note: RequestNote, route: str, status: str, seconds: float) -> None:

@@ -14,6 +14,14 @@ def byte_symbols() -> dict[str, int]:
     return {chr(byte): byte for byte in printable} | {chr(256 + place): byte for place, byte in enumerate(others)}
 
 
+def whole_text(own: bytes) -> str:
+    """Empty where they are not whole characters."""
+    try:
+        return own.decode()
+    except UnicodeDecodeError:
+        return ""
+
+
 class TokenBytes:
     def __init__(self, backend: Any, special_ids: Container[int]) -> None:
         decoder = backend.decoder.__getstate__() if backend.decoder else b""  # its JSON
@@ -38,8 +46,4 @@ class TokenBytes:
         if not fallback and not all(symbol in self._symbols for symbol in token):
             return b""  # an added token: the decoder takes it as it is
         own = bytes.fromhex(fallback[1]) if fallback else bytes(self._symbols[symbol] for symbol in token)
-        try:
-            own.decode()
-        except UnicodeDecodeError:
-            return own
-        return b""
+        return b"" if whole_text(own) else own

@@ -3,6 +3,7 @@
 A Serve response stream costs ten times as much CPU a token. Life cycle, cancellation and accounting stay with the Serve call.
 """
 
+import logging
 from collections import defaultdict
 from collections.abc import Callable, Iterable
 
@@ -12,6 +13,8 @@ import zmq.asyncio
 
 from loray.cluster.channel import Address, bind, connect
 from loray.deployments.request import TokenEvent
+
+logger = logging.getLogger("ray.serve.loray")
 
 # The ingress has closed its end, or there is nobody at its address: it listens before it hands the address out.
 LOST = zmq.EVENT_DISCONNECTED | zmq.EVENT_CONNECT_RETRIED
@@ -61,7 +64,8 @@ class TokenSender:
 
 
 class TokenReceiver:
-    """An ingress replica's end: hands every event to `deliver`."""
+    """An ingress replica's end: hands every event to `deliver`. A message that can't be read is left out: its requests miss tokens then,
+    and find out by themselves."""
 
     def __init__(self, node_ip: str, deliver: Callable[[TokenEvent], None]) -> None:
         self._socket, self.address = bind(zmq.PULL, node_ip, zmq.asyncio.Context.instance())
@@ -71,5 +75,10 @@ class TokenReceiver:
     async def run(self) -> None:
         while True:
             message: bytes = await self._socket.recv()  # type: ignore[misc]  # an asyncio socket's recv is awaitable
-            for event in self._decoder.decode(message):
+            try:
+                events = self._decoder.decode(message)
+            except (msgspec.DecodeError, UnicodeDecodeError) as error:
+                logger.error("a message of %d bytes with tokens can't be read: %s", len(message), error)
+                continue
+            for event in events:
                 self._deliver(event)

@@ -113,6 +113,10 @@ class Tokenizer:
         """Without special tokens, and without Hugging Face's space clean-up, which is not stable as text grows."""
         return self._backend.decode(token_ids, skip_special_tokens=True)
 
+    def own_text(self, token_id: int) -> str:
+        """What a token of whole characters writes after others: at the beginning of a text some decoders drop its space."""
+        return self.decode([token_id, token_id])[len(self.decode([token_id])) :]
+
 
 def is_long(texts: Sequence[str]) -> bool:
     """Together."""

@@ -7,12 +7,12 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 from loray.kernels.delta import Parted
 from loray.kernels.float8_linear import Float8Matrix, pack_float8
 from loray.kernels.half_linear import HalfMatrix, pack_half
+from loray.kernels.linear import linear
 from loray.kernels.lora import LoraPages, LoraSegments, add_lora, lora_beside
 from loray.models.batch import Batch
 from loray.models.dora import row_squares, squares_of
@@ -92,7 +92,7 @@ class Linear(nn.Module):
 
     def _base(self, x: Tensor, bias: Tensor | None) -> Tensor:
         if self._packed is None:
-            return F.linear(x, self.weight, bias)
+            return linear(x, self.weight, bias)
         y = self._packed(x)
         return y if bias is None else y.add_(bias)
 

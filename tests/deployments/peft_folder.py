@@ -1,6 +1,9 @@
 """A PEFT folder for a model of one linear layer, without torch."""
 
+import contextlib
 import json
+import os
+import threading
 from pathlib import Path
 
 import numpy as np
@@ -19,3 +22,14 @@ def save_folder(folder: Path, rank: int, seed: int = 0) -> None:
     save_file(tensors, folder / "adapter_model.safetensors")
     config = {"peft_type": "LORA", "r": rank, "lora_alpha": rank, "target_modules": ["q_proj"], "bias": "none"}
     (folder / "adapter_config.json").write_text(json.dumps(config))
+
+
+def make_pipe(file: Path) -> None:
+    """Who reads it in spite of what it is gets nothing, but need not wait for it."""
+
+    def write_nothing() -> None:
+        with contextlib.suppress(FileNotFoundError):  # the test is over
+            os.close(os.open(file, os.O_WRONLY))
+
+    os.mkfifo(file)
+    threading.Thread(target=write_nothing, daemon=True).start()

@@ -9,7 +9,7 @@ from urllib.parse import urlsplit
 import pytest
 
 from loray.deployments import log_line
-from loray.deployments.errors import AdapterFailed, Incomplete, InvalidRequest, LorayError, Overloaded
+from loray.deployments.errors import AdapterFailed, DeadlineExceeded, Incomplete, InvalidRequest, LorayError, Overloaded
 from loray.deployments.http_app import make_app
 from loray.deployments.request import GenerationRequest, TokenEvent
 from loray.deployments.service import Service
@@ -51,10 +51,11 @@ def metrics_of(service: Service) -> str:
         (Acknowledged(Overloaded("full")), False),
         (Acknowledged(InvalidRequest("too long")), False),
         (Acknowledged(Incomplete("lost")), True),
+        (Acknowledged(DeadlineExceeded("its adapter was still being fetched")), True),  # nobody says what was done for it until then
         (ScriptedBackend([[5]], finish="length"), True),
     ],
 )
-def test_prompt_tokens_are_those_of_requests_that_the_engine_took(path: str, backend: ScriptedBackend, is_taken: bool) -> None:
+def test_prompt_tokens_are_those_of_requests_that_a_driver_took(path: str, backend: ScriptedBackend, is_taken: bool) -> None:
     service = service_of(backend, **KEYS)
     send(service, "POST", path, json={"inputs": "hello"}, headers=KEY)
     send(service, "POST", path, json={"inputs": "hello", "parameters": {"adapter_id": "pirate"}}, headers=KEY)
@@ -79,13 +80,22 @@ def test_a_prompt_is_counted_though_its_grammar_fails_among_the_tokens() -> None
         ("/v1/completions", {"model": BASE, "prompt": "hello", "n": 2, "best_of": 3}),
         ("/v1/completions", {"model": BASE, "prompt": ["hello", "hello"], "n": 2}),
         ("/v1/completions", {"model": BASE, "prompt": [[5, 6], [5, 6]], "n": 2}),
+        ("/v1/completions", {"model": BASE, "prompt": ["hello", "hello"], "n": 2, "echo": True, "max_tokens": 0}),
+        ("/v1/completions", {"model": BASE, "prompt": "hello", "echo": True, "max_tokens": 0, "logprobs": 1}),
+        ("/v1/completions", {"model": BASE, "prompt": "hello", "echo": True, "max_tokens": 2}),
         ("/v1/embeddings", {"model": BASE, "input": ["hello", "hello"]}),
     ],
 )
-def test_a_key_pays_for_each_prompt_once_as_usage_says_it(path: str, body: dict[str, Any]) -> None:
+def test_a_key_pays_for_each_prompt_once_and_for_new_tokens_as_usage_says_it(
+    caplog: pytest.LogCaptureFixture, path: str, body: dict[str, Any]
+) -> None:
     service = service_of(saying(" world"), **KEYS)
-    usage = send(service, "POST", path, json=body, headers=KEY).json()["usage"]
-    assert value(metrics_of(service), KEY_PROMPT_TOKENS) == usage["prompt_tokens"] > 0
+    with caplog.at_level(logging.INFO, "ray.serve.loray"):
+        usage = send(service, "POST", path, json=body, headers=KEY).json()["usage"]
+    text = metrics_of(service)
+    assert value(text, KEY_PROMPT_TOKENS) == usage["prompt_tokens"] > 0
+    assert value(text, 'loray_key_tokens_total{key="team-a",kind="generated"}') == usage.get("completion_tokens", 0)
+    assert f" tokens={usage.get('completion_tokens', 0)} " in caplog.text
 
 
 def test_a_key_pays_once_for_the_prompt_of_the_native_best_of(caplog: pytest.LogCaptureFixture) -> None:

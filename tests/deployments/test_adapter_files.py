@@ -2,11 +2,9 @@ from pathlib import Path
 
 import pytest
 
-from loray.deployments import adapter_files
-from loray.deployments.adapter_files import AdapterFiles
+from loray.deployments.adapter_files import AdapterFiles, content_hash
 from loray.deployments.errors import AdapterFailed, AdapterNotFound
-from loray.models.adapter import AdapterSpec
-from tests.deployments.peft_folder import SHAPES, save_folder
+from tests.deployments.peft_folder import SHAPES, make_pipe, save_folder
 
 
 @pytest.fixture
@@ -33,7 +31,7 @@ def test_a_folder_dropped_in_later_is_found_and_listed(root: Path) -> None:
         files.find("late")
     save_folder(root / "late", rank=8)
     assert files.find("late").adapter_id == "late"
-    assert files.names() == ["late", "small"]
+    assert files.stamps(10).keys() == {"late", "small"}
 
 
 def test_a_replaced_folder_is_another_version_and_an_equal_copy_is_not(root: Path) -> None:
@@ -84,20 +82,36 @@ def test_an_absolute_path_inside_a_root_is_fine(root: Path) -> None:
     assert AdapterFiles([root], SHAPES).find(str(root / "small")).path == str(root / "small")
 
 
-def test_of_many_new_folders_some_are_read_at_a_time_and_none_twice(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(adapter_files, "NUM_NEW", 2)
-    paths = [root / name for name in ("small", "b", "c")]
-    for path in paths[1:]:
-        save_folder(path, rank=4)
-    files = AdapterFiles([root], {"model.layers.0.mlp.up_proj": (16, 24)})
-    reads: list[Path] = []
-    read = files._specs.read
+@pytest.mark.parametrize("name", ["adapter_config.json", "adapter_model.safetensors"])
+def test_a_pipe_in_place_of_a_file_is_not_waited_for(root: Path, name: str) -> None:
+    (root / "small" / name).unlink()
+    make_pipe(root / "small" / name)
+    with pytest.raises(AdapterFailed):
+        AdapterFiles([root], SHAPES).find("small")
+    with pytest.raises(FileNotFoundError, match=name):
+        content_hash(root / "small")
 
-    def noted(folder: Path) -> AdapterSpec:
-        reads.append(folder)
-        return read(folder)
 
-    monkeypatch.setattr(files._specs, "read", noted)
-    assert [files.fitting(paths) for _ in range(3)] == [{paths[2]}, set(), set()] and reads == paths
-    save_folder(paths[0], rank=8)
-    assert files.fitting(paths) == set() and reads == [*paths, paths[0]], "its files are others now"
+def test_a_stamp_changes_with_the_files_in_any_root(root: Path) -> None:
+    other = root.parent / "other"
+    files = AdapterFiles([root, root.parent / "missing", other], SHAPES)
+    stamps = [files.stamps(10)]
+
+    def changes() -> bool:
+        stamps.append(files.stamps(10))
+        return stamps[-1] != stamps[-2]
+
+    assert stamps[0].keys() == {"small"} and not changes()
+    save_folder(other / "small", rank=8)
+    assert changes() and not changes()
+    (root / "small" / "adapter_model.safetensors").unlink()
+    assert changes() and not changes()
+    (root / "small").rename(root / "gone")
+    assert changes() and stamps[-1].keys() == {"small", "gone"}
+    (other / "no adapter").mkdir()
+    assert not changes() and len(files.stamps(1)) <= 2, "of each root so many"
+
+
+def test_a_folder_fits_when_its_tensors_are_the_base_models(root: Path) -> None:
+    assert AdapterFiles([root], SHAPES).fits(root / "small") and not AdapterFiles([root], SHAPES).fits(root / "nobody")
+    assert not AdapterFiles([root], {"model.layers.0.mlp.up_proj": (16, 24)}).fits(root / "small")

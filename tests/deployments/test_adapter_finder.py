@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 
+from loray.deployments import adapter_finder, adapter_listing
 from loray.deployments.adapter_finder import AdapterFinder
 from loray.deployments.adapter_store import AdapterStore
 from loray.deployments.adapters import Adapter
@@ -133,5 +134,25 @@ def test_forgetting_one_adapter_leaves_the_searches_of_others_to_be_joined(world
         await asyncio.sleep(0)
         door.set()
         assert (await second).version == (await search).version and world.store.num_searches == 1
+
+    run(work())
+
+
+def test_new_folders_that_there_was_no_time_for_are_looked_at_without_being_asked_for_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(adapter_listing, "LOOK_S", 0.0)  # one at a time
+    monkeypatch.setattr(adapter_finder, "REST_S", 0.0)
+    names = [f"a{i}" for i in range(4)]
+    for name in names:
+        save_folder(tmp_path / name, rank=4)
+
+    async def work() -> None:
+        store = AdapterStore(AdapterArgs(local_roots=[tmp_path]), SHAPES, tmp_path / "cache")
+        finder = AdapterFinder(store, max_waiting=10, needed=lambda adapter: nullcontext())
+        assert len(await finder.names()) == 1
+        while store.num_unlisted():
+            await asyncio.sleep(0.001)
+        assert await finder.names() == names
 
     run(work())

@@ -12,7 +12,7 @@ import msgspec
 import pytest
 
 from loray.deployments import adapter_service
-from loray.deployments.adapter_records import AdapterChange, AdapterRecord, AdapterSet
+from loray.deployments.adapter_records import AdapterChange, AdapterRecord, AdapterSet, Changed
 from loray.deployments.adapter_service import AdapterService
 from loray.deployments.adapter_status import AdapterStatus
 from loray.deployments.adapter_store import AdapterStore
@@ -106,8 +106,14 @@ class Admin:
         self._service = service
         self._set = AdapterSet()
 
-    async def change(self, action: Any, adapter_id: str, is_pinned: bool = False) -> None:
-        self._set.change(AdapterChange(action=action, ref=ref(adapter_id), is_pinned=is_pinned))
+    async def change(self, action: Any, adapter_id: str, is_pinned: bool = False, source: str = "") -> Changed:
+        wanted = AdapterRef(adapter_id=adapter_id, source=source)
+        changed = self._set.change(AdapterChange(action=action, ref=wanted, is_pinned=is_pinned))
+        await self._service.apply(msgspec.msgpack.encode(self._set.snapshot()))
+        return changed
+
+    async def undo(self, changed: Changed) -> None:
+        self._set.undo(changed)
         await self._service.apply(msgspec.msgpack.encode(self._set.snapshot()))
 
 
@@ -205,6 +211,49 @@ def test_what_admins_want_is_done_once(service: AdapterService, steps: RankInPro
         assert set(await statuses(service)) == {"large"}
         while store.removed != ["small"]:
             await asyncio.sleep(0.01)
+
+    run(work())
+
+
+@pytest.mark.parametrize("is_pinned", [True, False])
+def test_a_failed_load_that_is_taken_back_leaves_nothing_in_the_list(service: AdapterService, is_pinned: bool) -> None:
+    async def work() -> None:
+        admin = Admin(service)
+        await service.load(ref("small"))
+        for adapter_id, source in (("small", "s3"), ("nobody", "local")):  # the one is also by a right source, the other nowhere
+            changed = await admin.change("load", adapter_id, is_pinned, source)
+            while any(status.state == "loading" for status in await service.statuses()):
+                await asyncio.sleep(0.01)
+            failed = [status for status in await service.statuses() if status.state == "failed"]
+            assert [(status.adapter_id, status.source) for status in failed] == [(adapter_id, source)]
+            await admin.undo(changed)
+            assert [(status.adapter_id, status.source, status.state) for status in await service.statuses()] == [("small", "local", "host")]
+
+    run(work())
+
+
+def test_a_load_that_fails_after_it_was_taken_back_leaves_nothing_in_the_list(service: AdapterService, store: Store) -> None:
+    async def work() -> None:
+        admin = Admin(service)
+        store.held = "nobody"
+        changed = await admin.change("load", "nobody")
+        await admin.undo(changed)
+        assert (await statuses(service))["nobody"].state == "loading"
+        store.door.set()
+        await gone(service, "nobody")
+
+    run(work())
+
+
+def test_a_load_that_is_taken_back_leaves_what_was_found(service: AdapterService, steps: RankInProcess, root: Path) -> None:
+    async def work() -> None:
+        admin = Admin(service)
+        steps.lost_paths = {str(root / "small")}
+        changed = await admin.change("load", "small")
+        assert (await settled(service, "small")).state == "failed"
+        await admin.undo(changed)
+        status = (await statuses(service))["small"]
+        assert status.rank == 4 and "torn" in status.error, "it is here, and can't be loaded"
 
     run(work())
 

@@ -336,7 +336,7 @@ def test_a_url_taken_off_the_list_is_not_served_from_disk_either(world: World) -
 
 def test_a_private_adapter_needs_a_token_that_may_read_it_on_every_request(world: World) -> None:
     world.hub.readers["org/small"] = {"hf_one", "hf_two"}
-    for store in (world.store(), world.store()):  # the second finds it on disk
+    for store in (world.store(default_source="hub"), world.store(default_source="hub")):  # the second finds it on disk
         for token in ("", "hf_bad"):
             with pytest.raises(AdapterNotFound) as refused:
                 store.find(with_token(token))
@@ -379,12 +379,13 @@ def test_after_a_reload_every_token_is_asked_about_again(world: World) -> None:
 
 
 def test_equal_files_that_became_private_are_after_a_reload_for_their_readers_alone(world: World) -> None:
-    store = world.store()
+    store = world.store(default_source="hub")
     first = store.find(HUB)
+    assert store.names() == ["org/small"]
     world.hub.readers["org/small"] = {"hf_one"}
     store.forget(HUB)
     assert store.find(with_token("hf_one")).path == first.path and world.hub.num_gets(WEIGHTS) == 1
-    for each in (store, world.store()):  # the second knows but what is on disk
+    for each in (store, world.store(default_source="hub")):  # the second knows but what is on disk
         assert each.is_private(HUB) and each.names() == []
         for token in ("", "hf_bad"):
             with pytest.raises(AdapterNotFound):
@@ -393,12 +394,12 @@ def test_equal_files_that_became_private_are_after_a_reload_for_their_readers_al
 
 def test_equal_files_that_became_public_are_after_a_reload_for_everybody(world: World) -> None:
     world.hub.readers["org/small"] = {"hf_one"}
-    store = world.store()
+    store = world.store(default_source="hub")
     store.find(with_token("hf_one"))
     del world.hub.readers["org/small"]
     store.forget(HUB)
     store.find(with_token("hf_one"))
-    for each in (store, world.store()):
+    for each in (store, world.store(default_source="hub")):
         assert not each.is_private(HUB) and each.names() == ["org/small"] and each.find(HUB).num_pages == 1
     assert world.hub.num_gets(WEIGHTS) == 1
 
@@ -451,28 +452,6 @@ def test_a_reference_that_means_nothing_has_no_bytes_and_nothing_to_forget(world
     store.forget(ref)
     store.remove(ref)
     assert store.disk_bytes(ref) == 0 and not store.is_private(ref) and not store._stale
-
-
-def test_names_are_the_local_folders_and_the_public_downloads(world: World) -> None:
-    save_folder(world.folder / "local" / "mine", rank=4)
-    store, ref = world.store(), world.on_web("small")
-    store.find(HUB)
-    store.find(ref)
-    assert store.names() == sorted(["mine", "org/small", ref.adapter_id])
-
-
-def test_names_are_none_that_this_server_refuses_though_the_disk_is_shared(world: World) -> None:
-    earlier, web, other = world.store(), world.on_web("small"), world.on_web("more/small")
-    for ref in (HUB, web, other):
-        earlier.find(ref)
-    picky = world.store(allowed_urls=[f"{world.web.url}/more"])
-    assert picky.names() == sorted(["org/small", other.adapter_id])
-    with pytest.raises(AdapterFailed, match="may not read from there"):
-        picky.find(web)
-    other_shapes = {path: (inputs + 1, outputs) for path, (inputs, outputs) in SHAPES.items()}
-    of_another_base = AdapterStore(AdapterArgs(local_roots=[], allowed_urls=[world.web.url]), other_shapes, world.folder / "cache")
-    assert of_another_base.names() == []
-    assert len(picky.left_on_disk([])) == len(of_another_base.left_on_disk([])) == 3, "they take bytes, whoever may use them"
 
 
 def test_what_an_earlier_process_left_on_disk_is_found_by_its_name_and_can_be_removed(world: World) -> None:

@@ -69,6 +69,7 @@ def test_an_action_names_its_adapter_whatever_the_id(url: str, backend: Scripted
 def test_load_passes_everything_on(url: str, backend: ScriptedBackend, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (tmp_path / "token").write_text("secret\n")
     (tmp_path / "key").write_text("open\n")
+    backend.statuses["replica"].append(status_of("pirate", source="hub", revision="v2"))
     options = ["--source", "hub", "--revision", "v2", "--pin", "--token-file", str(tmp_path / "token")]
     assert main(["adapters", "load", "pirate", *options, "--url", url, "--key-file", str(tmp_path / "key")]) == 0
     (change,) = backend.changes

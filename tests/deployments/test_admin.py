@@ -167,15 +167,54 @@ def test_an_adapter_that_was_loaded_and_evicted_again_counts_as_loaded(service: 
 
 
 def test_load_answers_when_the_adapter_is_in_host_memory_of_every_replica(service: Service, backend: ScriptedBackend) -> None:
-    backend.statuses["one"].append(status_of("s3://bucket/x", "gpu"))
+    place = {"source": "hub", "revision": "v1"}
+    backend.statuses["one"].append(status_of("org/x", "gpu", **place))
     states = ["loading", "loading", "loading", "host", "host"]
-    backend.loads = {"s3://bucket/x": [status_of("s3://bucket/x", state) for state in states]}
-    body = {"adapter_id": "s3://bucket/x", "source": "s3", "revision": "v1", "pin": True, "api_token": "secret"}
-    response = call(service, "POST", "", json=body)
-    assert ids(response) == ["s3://bucket/x"] and "secret" not in response.text
-    assert backend.loads == {"s3://bucket/x": []}, "it looked until all had it"
+    backend.loads = {"org/x": [status_of("org/x", state, **place) for state in states]}
+    response = call(service, "POST", "", json={"adapter_id": "org/x", **place, "pin": True, "api_token": "secret"})
+    assert ids(response) == ["org/x"] and "secret" not in response.text
+    assert backend.loads == {"org/x": []}, "it looked until all had it"
     (record,) = records(backend)
-    assert (record.ref.source, record.ref.revision, record.ref.api_token, record.is_pinned) == ("s3", "v1", "secret", True)
+    assert (record.ref.source, record.ref.revision, record.ref.api_token, record.is_pinned) == ("hub", "v1", "secret", True)
+
+
+OF_SOURCES = ({"source": "local"}, {"source": "hub"})
+OF_REVISIONS = ({"source": "hub", "revision": "main"}, {"source": "hub", "revision": "nope"})
+
+
+@pytest.mark.parametrize("action", ["load", "pin", "reload"])
+@pytest.mark.parametrize("state", ["failed", "loading"])
+@pytest.mark.parametrize(("good", "bad"), [OF_SOURCES, OF_REVISIONS])
+def test_one_by_the_same_name_that_fails_or_is_slow_keeps_no_action_from_the_good_one(
+    service: Service, backend: ScriptedBackend, action: str, state: str, good: dict[str, str], bad: dict[str, str]
+) -> None:
+    other = status_of("poet", state, version="", error="the hub can't be reached", **bad)
+    backend.statuses = {"replica": [other, status_of("poet", "gpu", **good)]}
+    body = {"adapter_id": "poet", **good} if good["source"] == "hub" else {"adapter_id": "./poet"}  # which is local by default
+    response = call(service, "POST", "", json=body) if action == "load" else call(service, "POST", f"/poet/{action}")
+    assert response.status_code == 200, response.text
+    (record,) = records(backend)
+    assert (record.ref.source, record.ref.revision) == (good["source"], good.get("revision", ""))
+
+
+@pytest.mark.parametrize(("good", "bad"), [OF_SOURCES, OF_REVISIONS])
+def test_a_good_one_by_the_same_name_does_not_hide_a_failure(
+    service: Service, backend: ScriptedBackend, good: dict[str, str], bad: dict[str, str]
+) -> None:
+    failed = status_of("poet", "failed", version="", error="the hub can't be reached", **bad)
+    backend.statuses = {"replica": [status_of("poet", "gpu", **good), failed]}
+    response = call(service, "POST", "", json={"adapter_id": "poet", **bad})
+    assert response.status_code == 424 and "can't be reached" in response.json()["error"] and records(backend) == []
+
+
+def test_a_load_whose_adapter_another_admin_changed_meanwhile_is_told_so(
+    service: Service, backend: ScriptedBackend, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(admin, "GONE_S", 0.0)
+    backend.loads = {"poet": [status_of("poet", "loading", source="hub"), status_of("poet", "gpu", source="local")]}
+    response = call(service, "POST", "", json={"adapter_id": "poet", "source": "hub"})
+    assert response.status_code == 424 and "changed again meanwhile" in response.json()["error"]
+    assert backend.loads == {"poet": []}, "while it was being loaded it was waited for"
 
 
 def test_a_load_that_fails_says_why_and_leaves_no_record(service: Service, backend: ScriptedBackend) -> None:
@@ -203,6 +242,8 @@ def test_a_reload_that_fails_keeps_the_record_that_was_there(service: Service, b
         ({"adapter_id": "x", "source": "ftp"}, "source: 'ftp' is not supported, only local, hub"),
         ({"adapter_id": "x", "pinned": True}, "pinned: unknown field"),
         ({"adapter_id": "x", "pin": "yes"}, "pin"),
+        ({"adapter_id": "x", "revision": "v1"}, "the source local has no revisions"),
+        ({"adapter_id": "x", "api_token": "two words"}, "the token has characters"),
     ],
 )
 def test_a_wrong_body_is_refused_by_field(service: Service, backend: ScriptedBackend, body: dict[str, Any], says: str) -> None:
@@ -226,6 +267,22 @@ def test_an_action_is_for_the_one_that_is_loaded_rather_than_for_a_download_left
     left = status_of("poet", "known", version="0", source="hub", host_bytes=0, disk_bytes=1)
     backend.statuses = {"replica": [left, status_of("poet", "gpu", source="local")]}
     call(service, "POST", f"/poet/{action}")
+    (change,) = backend.changes
+    assert change.ref.source == "local"
+
+
+def test_unpin_is_for_the_one_that_is_pinned(service: Service, backend: ScriptedBackend) -> None:
+    pinned = status_of("poet", "host", source="local", is_pinned=True)
+    backend.statuses = {"replica": [status_of("poet", "gpu", source="hub"), pinned]}
+    call(service, "POST", "/poet/unpin")
+    (change,) = backend.changes
+    assert change.ref.source == "local"
+
+
+@pytest.mark.parametrize(("better", "worse"), [("host", "loading"), ("loading", "known"), ("known", "failed"), ("failed", "unloading")])
+def test_an_action_is_for_the_one_that_stands_better(service: Service, backend: ScriptedBackend, better: str, worse: str) -> None:
+    backend.statuses = {"replica": [status_of("poet", worse, source="hub"), status_of("poet", better, source="local")]}
+    call(service, "DELETE", "/poet")
     (change,) = backend.changes
     assert change.ref.source == "local"
 

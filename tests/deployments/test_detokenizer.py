@@ -117,3 +117,55 @@ def test_only_tokens_that_are_no_whole_characters_have_bytes_of_their_own(byte_l
         expected = b"" if byte < 0x80 else bytes([byte])
         assert byte_level.bytes.partial(ids[byte]) == byte_fallback.bytes.partial(byte + 1) == expected
     assert byte_level.bytes.partial(EOS_ID) == byte_level.bytes.partial(10**6) == byte_fallback.bytes.partial(261) == b""
+
+
+def bytes_of(tokenizer: Tokenizer, token_ids: list[int]) -> list[bytes]:
+    """The tokens' own."""
+    detokenizer = Detokenizer(tokenizer)
+    found = []
+    for token_id in token_ids:
+        own = detokenizer.own_bytes(token_id)
+        text = detokenizer.push(token_id)
+        found.append(own or text.encode())
+    return found
+
+
+@pytest.mark.parametrize("text", TEXTS)
+def test_the_bytes_of_a_texts_tokens_are_the_texts(byte_level: Tokenizer, byte_fallback: Tokenizer, text: str) -> None:
+    for token_ids in (tiny_tokenizer().encode(text), [byte_ids()[byte] for byte in text.encode()]):
+        assert b"".join(bytes_of(byte_level, token_ids)) == text.encode()
+    assert b"".join(bytes_of(byte_fallback, [258, *(byte + 1 for byte in text.encode()), 259])) == f"hello{text} world".encode()
+
+
+def test_the_bytes_of_any_tokens_are_what_was_decoded(byte_level: Tokenizer) -> None:
+    for seed in range(200):
+        rng = random.Random(seed)
+        token_ids = [rng.randrange(3, byte_level.vocab_size) for _ in range(rng.randrange(1, 60))]
+        found = b"".join(bytes_of(byte_level, token_ids)).decode(errors="replace")
+        assert found.rstrip(BROKEN) == byte_level.decode(token_ids).rstrip(BROKEN)
+
+
+def test_a_token_after_bytes_that_became_no_character_has_its_own_bytes(byte_level: Tokenizer, byte_fallback: Tokenizer) -> None:
+    ids = byte_ids()
+    comma, hello = ids[ord(",")], tiny_tokenizer().encode("hell")[0]
+    assert bytes_of(byte_level, [ids[0xF0], comma, ids[0xE6], ids[0x97], hello]) == [b"\xf0", b",", b"\xe6", b"\x97", b"hell"]
+    assert bytes_of(byte_level, [ids[0xF0], EOS_ID, comma]) == [b"\xf0", b"", b","]
+    spaced = [0xE6 + 1, 258, 0xE6 + 1, 257, 0xE6 + 1, ord("A") + 1, 260]
+    assert bytes_of(byte_fallback, spaced) == [b"\xe6", b" hello", b"\xe6", b" ", b"\xe6", b"A", b"hello"]
+
+
+def test_tokens_at_other_places_have_the_bytes_of_their_text(byte_level: Tokenizer, byte_fallback: Tokenizer) -> None:
+    words = [258, 259, 263, 262, 10**6, 258]  # the fifth is none
+    assert [Detokenizer(byte_fallback).own_bytes(token_id) for token_id in words] == [b""] * 6
+    assert bytes_of(byte_fallback, words) == [b"hello", b" world", " 日".encode(), "日".encode(), b"", b" hello"]
+    assert bytes_of(byte_fallback, [10**6, 258]) == [b"", b"hello"], "what is no token is no beginning of a character"
+    assert not Detokenizer(byte_level).own_bytes(EOS_ID)
+
+
+def test_a_token_that_would_not_make_a_character_whole_has_no_text(byte_level: Tokenizer) -> None:
+    ids = byte_ids()
+    detokenizer = Detokenizer(byte_level)
+    assert [detokenizer.push(ids[byte]) for byte in "日".encode()[:2]] == ["", ""]
+    assert [detokenizer.peek(ids[byte]) for byte in (0xA5, 0xE6, 0x80)] == ["日", "", "\u65c0"]
+    detokenizer.push(ids[0xC3])  # those before it are lost
+    assert detokenizer.peek(ids[0xA9]) == ""

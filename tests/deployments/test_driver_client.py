@@ -1,6 +1,7 @@
 """The way to the drivers, over the real token channel; in place of Serve's handle stands a script of what replicas do."""
 
 import asyncio
+import contextlib
 import tracemalloc
 from collections.abc import Coroutine, Generator, Sequence
 from contextlib import closing
@@ -17,6 +18,7 @@ from loray.deployments.adapter_records import AdapterChange
 from loray.deployments.adapter_registry import AdapterRegistry, Patience
 from loray.deployments.driver_client import MAX_LOSSES, DriverClient
 from loray.deployments.errors import AdapterFailed, DeadlineExceeded, Incomplete, Unhealthy
+from loray.deployments.ingress import Ingress
 from loray.deployments.registry_follower import RegistryFollower
 from loray.deployments.request import AdapterRef, GenerationRequest, TokenEvent
 from loray.deployments.token_channel import TokenSender
@@ -165,6 +167,41 @@ def test_a_deadline_ends_also_what_no_replica_takes(monkeypatch: pytest.MonkeyPa
     play(driver, scenario())
 
 
+def test_a_deadline_ends_also_what_has_tokens_and_gets_no_more(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(driver_client, "GRACE_S", 0.0)
+
+    class Stalls(Driver):
+        is_cancelled = False
+
+        async def _play(self, request_id: str, reply: Address) -> None:
+            with contextlib.suppress(ActorDiedError):
+                await super()._play(request_id, reply)
+            try:
+                await asyncio.Event().wait()
+            finally:
+                self.is_cancelled = True
+
+    driver = Stalls([[ACCEPTED, {**tokens(1), "num_before": 0}]])
+
+    async def scenario() -> None:
+        with pytest.raises(DeadlineExceeded, match="no replica said more of it"):
+            async for _ in Client(driver).generate(msgspec.structs.replace(request(), deadline_s=0.3)):
+                pass
+        while not driver.is_cancelled:
+            await asyncio.sleep(0)
+
+    play(driver, scenario())
+
+
+def test_a_request_whose_tokens_were_lost_on_the_way_goes_on_at_another_replica() -> None:
+    lost = {**tokens(3), "num_before": 2}
+    driver = Driver(
+        [[ACCEPTED, {**tokens(1), "num_before": 0}, lost], [ACCEPTED, {**tokens(2, 3, finish_reason="length"), "num_before": 1}]]
+    )
+    assert [event.token_ids for event in collect(driver, request())] == [[], [1], [2, 3]]
+    assert [sent.output_ids for sent in driver.requests] == [[], [1]]
+
+
 def test_a_request_that_no_replica_takes_is_not_held_for_ever(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(driver_client, "ACCEPT_S", 0.02)
     driver = Hangs([])
@@ -181,9 +218,31 @@ def test_an_ingress_that_gets_no_tokens_any_more_is_unhealthy() -> None:
 
     async def scenario() -> None:
         client = Client(driver)
+        client.check_receiver()
         client._receiving.cancel()
         await asyncio.wait([client._receiving])
         assert not await client.healthy()
+
+    play(driver, scenario())
+
+
+def test_a_receiver_that_fails_is_told_at_once_and_holds_up_nobody(caplog: pytest.LogCaptureFixture) -> None:
+    """Neither those who wait for tokens then, nor those who come later. Serve learns of it as well."""
+    driver = Driver([[ACCEPTED]])
+
+    class Broken(DriverClient):
+        def _deliver(self, event: TokenEvent) -> None:
+            raise KeyError("a bug")
+
+    async def scenario() -> None:
+        client = Broken(driver, None)  # type: ignore[arg-type]
+        for _ in range(2):
+            with pytest.raises(Unhealthy, match="gets no tokens any more"):
+                await anext(client.generate(request()))
+        assert "a bug" in caplog.text and len(driver.requests) == 1
+        ingress: Any = SimpleNamespace(_client=client)
+        with pytest.raises(Unhealthy):
+            await Ingress.check_health(ingress)
 
     play(driver, scenario())
 

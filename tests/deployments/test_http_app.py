@@ -34,6 +34,17 @@ def test_a_backend_that_cannot_answer_is_unhealthy() -> None:
     assert send(service_of(Down([])), "GET", "/health").status_code == 503
 
 
+def test_a_backend_that_does_not_answer_is_unhealthy(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(health, "ANSWER_S", 0.02)
+
+    class Silent(ScriptedBackend):
+        async def healthy(self) -> bool:
+            await asyncio.Event().wait()
+            return True
+
+    assert send(service_of(Silent([])), "GET", "/health").status_code == 503
+
+
 def test_startup_makes_one_real_token_once() -> None:
     backend = saying("")
     service = service_of(backend)
@@ -159,7 +170,16 @@ def test_a_source_that_no_header_can_carry_is_written_in_ascii() -> None:
 
 @pytest.mark.parametrize(
     ("method", "path"),
-    [("POST", "/"), ("POST", "/generate"), ("GET", "/info"), ("GET", "/v1/models"), ("GET", "/metrics"), ("GET", "/nope")],
+    [
+        ("POST", "/"),
+        ("POST", "/generate"),
+        ("GET", "/info"),
+        ("GET", "/v1/models"),
+        ("GET", "/metrics"),
+        ("GET", "/docs"),
+        ("GET", "/openapi.json"),
+        ("GET", "/nope"),
+    ],
 )
 @pytest.mark.parametrize("header", [None, "Bearer wrong", "sesame", "Bearer sésame"])
 def test_without_the_key_nothing_is_answered(method: str, path: str, header: str | None) -> None:

@@ -2,7 +2,10 @@
 
 import asyncio
 
-from loray.deployments.mailbox import Mailbox
+import pytest
+
+from loray.deployments.errors import DeadlineExceeded
+from loray.deployments.mailbox import Mailbox, ReplicaLost
 from loray.deployments.request import TokenEvent
 
 ACCEPTED = TokenEvent("r")
@@ -39,7 +42,7 @@ def test_tokens_that_nobody_took_yet_are_one_event() -> None:
 def test_an_error_and_the_end_of_the_call_keep_their_places() -> None:
     async def run() -> None:
         mailbox = Mailbox()
-        error = TokenEvent("r", error="Incomplete", message="why")
+        error = TokenEvent("r", error="Incomplete", message="why", num_before=3)
         for item in (token(1), None, token(2), token(3), error):
             mailbox.put(item)
         two = TokenEvent("r", [2, 3], [-2.0, -3.0])
@@ -57,6 +60,66 @@ def test_what_two_replicas_make_of_one_request_counts_once() -> None:
         accepted, joined, ended = await taken(mailbox, 3)
         assert (accepted, ended) == (ACCEPTED, None) and joined is not None
         assert (joined.token_ids, joined.finish_reason) == ([4, 5, 6], "length")
+
+    asyncio.run(run())
+
+
+@pytest.mark.parametrize("num_told", [-1, 0, 4, 5], ids=["before its first token", "of none", "of those before", "of one less"])
+def test_an_error_of_the_replica_that_is_behind_is_not_the_requests(num_told: int) -> None:
+    async def run() -> None:
+        mailbox = Mailbox(num_before=4)
+        refusal = TokenEvent("r", error="Overloaded", message="full", num_before=num_told)
+        last = token(6, num_before=6, finish_reason="length")
+        for item in (token(4, num_before=4), token(5, num_before=5), refusal, last):
+            mailbox.put(item)
+        (joined,) = await taken(mailbox, 1)
+        assert joined is not None and (joined.token_ids, joined.finish_reason) == ([4, 5, 6], "length")
+
+    asyncio.run(run())
+
+
+@pytest.mark.parametrize("num_told", [-1, 4])
+def test_an_error_before_any_token_is_the_requests(num_told: int) -> None:
+    async def run() -> None:
+        mailbox = Mailbox(num_before=4)
+        refusal = TokenEvent("r", error="Overloaded", message="full", num_before=num_told)
+        for item in (ACCEPTED, refusal, token(4, num_before=4)):
+            mailbox.put(item)
+        mailbox.put(None)
+        assert await taken(mailbox, 3) == [ACCEPTED, refusal, None]
+
+    asyncio.run(run())
+
+
+def test_tokens_that_are_missing_are_a_lost_replica_after_those_that_came() -> None:
+    async def run() -> None:
+        mailbox = Mailbox(num_before=4)
+        for item in (token(4, num_before=4), token(6, num_before=6, finish_reason="length"), token(5, num_before=5)):
+            mailbox.put(item)
+        assert await taken(mailbox, 1) == [token(4, num_before=4)]
+        with pytest.raises(ReplicaLost, match="from 5 to 5 never came"):
+            await taken(mailbox, 1)
+        mailbox.put(None)
+        assert await taken(mailbox, 1) == [None]
+
+    asyncio.run(run())
+
+
+def test_a_failure_of_this_side_ends_what_has_not_ended_and_nothing_else() -> None:
+    async def run() -> None:
+        ended, under_way = Mailbox(), Mailbox()
+        last = token(1, num_before=0, finish_reason="length")
+        ended.put(last)
+        under_way.put(token(1, num_before=0))
+        for mailbox in (ended, under_way):
+            mailbox.fail(DeadlineExceeded("late"))
+            mailbox.put(token(2, num_before=1))
+            mailbox.put(None)
+        assert await taken(ended, 2) == [last, None]
+        assert await taken(under_way, 1) == [token(1, num_before=0)]
+        with pytest.raises(DeadlineExceeded):
+            await taken(under_way, 1)
+        assert await taken(under_way, 1) == [None]
 
     asyncio.run(run())
 

@@ -5,6 +5,7 @@ import pytest
 
 from loray.deployments.errors import AdapterFailed, AdapterNotFound, Incomplete, InvalidRequest, LorayError, Overloaded, Unhealthy
 from loray.deployments.native import NativeApi
+from loray.deployments.native_request import Parameters
 from loray.models.step import Sampling
 from tests.deployments.scripted_backend import EOS_ID, HF, MAX_TOTAL_TOKENS, ScriptedBackend, post, run, saying, service_of, tokens_of
 
@@ -201,12 +202,33 @@ def test_a_wrong_parameter_is_refused_by_name(parameters: dict[str, Any]) -> Non
     backend = saying("x")
     response = post(backend, "/generate", json.dumps({"inputs": "hello", "parameters": parameters}).encode())
     assert (response.status_code, response.json()["error_type"], backend.requests) == (422, "validation", [])
-    assert f"parameters.{next(iter(parameters))}" in response.json()["error"]
+    name = next(iter(parameters))
+    is_known = name in Parameters.model_fields
+    assert response.json()["error"].startswith((f"{name}:", f"{name}.") if is_known else f"parameters.{name}: unknown field")
 
 
 def test_every_wrong_field_is_named() -> None:
     error = post(saying("x"), "/generate", {"input": "hello", "parameters": {"top_k": -1}}).json()["error"]
-    assert "inputs: field required" in error and "input: unknown field" in error and "parameters.top_k" in error
+    assert "inputs: field required" in error and "input: unknown field" in error and " top_k: " in error
+
+
+@pytest.mark.parametrize(
+    ("parameters", "name"),
+    [
+        ({"max_new_tokens": 0}, "max_new_tokens"),
+        ({"max_new_tokens": 1000}, "max_new_tokens"),
+        ({"best_of": 0}, "best_of"),
+        ({"best_of": 2}, "best_of"),
+        ({"adapter_source": 5}, "adapter_source"),
+        ({"adapter_source": "ftp"}, "adapter_source"),
+        ({"response_format": {"type": "regex"}}, "response_format"),
+        ({"merged_adapters": 5}, "merged_adapters"),
+        ({"stream": True}, "parameters.stream"),
+        (5, "parameters"),
+    ],
+)
+def test_a_field_has_one_name_whatever_is_wrong_with_it(parameters: Any, name: str) -> None:
+    assert post(saying("x"), "/generate", {"inputs": "hello", "parameters": parameters}).json()["error"].startswith(f"{name}: ")
 
 
 def test_a_number_that_is_none_is_refused() -> None:

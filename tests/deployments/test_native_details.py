@@ -131,12 +131,10 @@ def test_the_servers_own_key_is_no_token_for_adapters(inference: Any) -> None:
     assert [request.adapter.api_token for request in backend.requests if request.adapter] == ["", "mine"]
 
 
-def test_every_answer_is_described() -> None:
+def test_answers_of_both_kinds_are_described() -> None:
     paths = send(service_of(saying("x")), "GET", "/openapi.json").json()["paths"]
     for path in ("/generate", "/generate_stream", "/", "/invocations", "/embed", "/tokenize", "/classify", "/classify_batch"):
         responses = paths[path]["post"]["responses"]
-        assert {"422", "424", "429", "500"} <= responses.keys()
         assert ("200" in responses) == ("classify" not in path)
-        assert all("error_type" in str(responses[status]["content"]) for status in ("422", "424", "429", "500"))
     assert paths["/"]["post"]["responses"]["200"]["content"].keys() == {"application/json", "text/event-stream"}
     assert paths["/generate_stream"]["post"]["responses"]["200"]["content"].keys() == {"text/event-stream"}

@@ -345,14 +345,35 @@ def test_a_model_without_a_template_says_so() -> None:
     assert (response.status_code, "no chat template" in response.json()["error"]["message"]) == (400, True)
 
 
+def user_saying(content: Any) -> dict[str, Any]:
+    return {"role": "user", "content": content}
+
+
 @pytest.mark.parametrize(
     ("path", "fields", "words"),
     [
         (CHAT, {"stop": ["a", "b", "c", "d", "e"]}, "stop: list should have at most 4 items"),
-        (COMPLETIONS, {"prompt": ["x"] * 129}, "at most 128 items"),
-        (COMPLETIONS, {"prompt": [[5]] * 129}, "at most 128 items"),
-        (COMPLETIONS, {"prompt": []}, "at least 1 item"),
+        (CHAT, {"stop": [""]}, "stop.0: string should have at least 1 character"),
+        (CHAT, {"stop": ["a", 5]}, "stop.1: input should be a valid string"),
+        (CHAT, {"stop": 5}, "stop: input should be a valid string"),
+        (CHAT, {"messages": [user_saying([{"type": "text"}])]}, "messages.0.content.0.text: field required"),
+        (CHAT, {"messages": [user_saying([{"type": "text", "text": 5}])]}, "messages.0.content.0.text: input should be a valid string"),
+        (CHAT, {"messages": [user_saying([{"type": "text", "text": "a"}, 5])]}, "messages.0.content.1: input should be a valid"),
+        (CHAT, {"messages": [user_saying([{"type": "image_url", "image_url": {}}])]}, "messages.0.content.0.type: input should be 'text'"),
+        (CHAT, {"messages": [user_saying(5)]}, "messages.0.content: input should be a valid string"),
+        (CHAT, {"metadata": {str(number): "" for number in range(17)}}, "metadata: has 17 entries, more than 16"),
+        (CHAT, {"list": 5, "str": 5}, "list: unknown field; str: unknown field"),
+        (COMPLETIONS, {"prompt": ["x"] * 129}, "prompt: list should have at most 128 items"),
+        (COMPLETIONS, {"prompt": [[5]] * 129}, "prompt: list should have at most 128 items"),
+        (COMPLETIONS, {"prompt": []}, "prompt: list should have at least 1 item"),
+        (COMPLETIONS, {"prompt": [[]]}, "prompt.0: list should have at least 1 item"),
+        (COMPLETIONS, {"prompt": ["a"] * 20 + [5]}, "prompt.20: input should be a valid string"),
+        (COMPLETIONS, {"prompt": [5] * 20 + ["a"]}, "prompt.20: input should be a valid integer"),
+        (COMPLETIONS, {"prompt": [[5]] * 20 + [[5, "a"]]}, "prompt.20.1: input should be a valid integer"),
+        (COMPLETIONS, {"prompt": [["a"]]}, "prompt.0.0: input should be a valid integer"),
     ],
 )
 def test_of_a_field_with_several_forms_the_reason_is_of_the_form_that_it_has(path: str, fields: dict[str, Any], words: str) -> None:
-    assert words in refusal(path, **fields)["message"]
+    error = refusal(path, **fields)
+    assert error["message"].startswith(words) and error["param"] == words.partition(":")[0]
+    assert "; messages.0.content: " not in error["message"], "other forms say nothing of it"

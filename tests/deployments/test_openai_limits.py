@@ -29,6 +29,7 @@ MANY = 5000
         (ChatBody, {"messages": [HELLO], "stop": [1] * MANY}),
         (ChatBody, {"messages": [HELLO], "stop_token_ids": ["x"] * MANY}),
         (ChatBody, {"messages": [HELLO], "logit_bias": {str(token_id): "x" for token_id in range(MAX_BIASES + 1)}}),
+        (ChatBody, {"messages": [HELLO], "metadata": {str(number): number for number in range(MANY)}}),
         (CompletionBody, {"prompt": [{}] * MANY}),
         (CompletionBody, {"prompt": [["x"] * MANY] * 2}),
         (CompletionBody, {"prompt": [""] * MANY}),

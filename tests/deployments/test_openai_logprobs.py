@@ -150,3 +150,57 @@ def test_a_cut_character_at_the_end_is_told_as_tokens() -> None:
     text, got = told(ScriptedBackend([[ids[byte]] for byte in "ok日".encode()[:-1]], finish="length"), logprobs=0)
     assert (text, got["tokens"]) == ("ok", ["o", "k", r"bytes:\xe6", r"bytes:\x97"])
     assert got["text_offset"] == [0, 1, 2, 2]
+
+
+class Offering(ScriptedBackend):
+    """Has "&" and " world" as alternatives at every place."""
+
+    @staticmethod
+    def alternatives_of(token_id: int, num: int) -> list[tuple[int, float]]:
+        return [(HF.encode("&")[0], -1.0), (HF.encode(" world")[-1], -2.0)][:num]
+
+
+@pytest.mark.parametrize("said", ["🙂 grüße", "日本語", "a\ufffd🦜"])
+def test_alternatives_within_a_character_have_their_own_names_and_bytes(said: str) -> None:
+    other = HF.decode(HF.encode(" world")[-1:])
+    script = tokens_of(said)
+    _, got = told(Offering([*script, [EOS_ID]]), prompt=said, echo=True, logprobs=2)
+    assert all(top.items() >= {("&", -1.0), (other, -2.0)} for top in got["top_logprobs"][1:])
+    (choice,) = choices(Offering([*script, [EOS_ID]]), CHAT, logprobs=True, top_logprobs=2)
+    entries = choice["logprobs"]["content"]
+    assert b"".join(bytes(entry["bytes"]) for entry in entries) == said.encode()
+    assert "".join(entry["token"] for entry in entries) == said
+    for entry in entries:
+        assert [(top["token"], bytes(top["bytes"])) for top in entry["top_logprobs"]] == [("&", b"&"), (other, other.encode())]
+
+
+def test_native_alternatives_within_a_character_have_their_own_text() -> None:
+    parameters = {"details": True, "return_k_alternatives": 2}
+    response = post(Offering([*tokens_of("🙂 grüße"), [EOS_ID]]), "/generate", {"inputs": "hello", "parameters": parameters}).json()
+    assert response["generated_text"] == "🙂 grüße"
+    *tokens, _ = response["details"]["tokens"]
+    assert "".join(token["text"] for token in tokens) == "🙂 grüße"
+    assert {other["text"] for token in tokens for other in token["alternative_tokens"]} == {"&", HF.decode(HF.encode(" world")[-1:])}
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_token_after_bytes_that_became_no_character_is_told_as_itself_at_its_place(stream: bool) -> None:
+    ids = byte_ids()
+    script = [[ids[byte]] for byte in b"o\xf0,k"]
+    text, got = told(ScriptedBackend(script, finish="length"), stream, logprobs=0)
+    assert (text, got["tokens"], got["text_offset"]) == ("o\ufffd,k", ["o", r"bytes:\xf0", ",", "k"], [0, 1, 2, 3])
+    entries = [
+        entry
+        for choice in choices(ScriptedBackend(script, finish="length"), CHAT, stream, logprobs=True)
+        if choice["logprobs"]
+        for entry in choice["logprobs"]["content"]
+    ]
+    assert [(entry["token"], bytes(entry["bytes"])) for entry in entries] == [("o", b"o"), ("", b"\xf0"), (",", b","), ("k", b"k")]
+    echoed, got = told(saying("!"), stream, prompt=[ids[byte] for byte in b"o\xf0,k"], echo=True, logprobs=0)
+    assert (echoed, got["tokens"][:4], got["text_offset"][:5]) == ("o\ufffd,k!", ["o", r"bytes:\xf0", ",", "k"], [0, 1, 2, 3, 4])
+
+
+def test_a_stop_string_cuts_no_broken_bytes_before_it() -> None:
+    ids = byte_ids()
+    text, got = told(ScriptedBackend([[ids[byte]] for byte in b"o\xf0,k"], finish="length"), logprobs=0, stop=[","])
+    assert (text, got["tokens"]) == ("o\ufffd", ["o", r"bytes:\xf0"])

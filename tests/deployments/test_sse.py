@@ -8,6 +8,7 @@ from typing import Any
 
 import httpx
 import pytest
+from starlette.background import BackgroundTask
 
 from loray.deployments.error_shapes import native_body
 from loray.deployments.errors import Incomplete, Overloaded
@@ -128,8 +129,8 @@ class Clock(selectors.SelectSelector):
         return super().select(0)
 
 
-def sent_with_pauses(pause_s: float, keep_alive_s: float) -> list[bytes]:
-    """The bytes of a stream of eight events."""
+def sent_with_pauses(pause_s: float, keep_alive_s: float, work_after_s: float = 0.0) -> list[bytes]:
+    """The bytes of a stream of eight events, after which the response has that much to do."""
     sent: list[bytes] = []
 
     async def content() -> AsyncGenerator[bytes, None]:
@@ -148,6 +149,7 @@ def sent_with_pauses(pause_s: float, keep_alive_s: float) -> list[bytes]:
     loop.time = lambda: clock.now  # type: ignore[method-assign]
     try:
         stream = EventStream(content(), {}, keep_alive_s)
+        stream.background = BackgroundTask(asyncio.sleep, work_after_s)
         loop.run_until_complete(stream({"type": "http", "asgi": {"spec_version": "2.4"}}, nothing, send_message))
     finally:
         loop.close()
@@ -157,3 +159,7 @@ def sent_with_pauses(pause_s: float, keep_alive_s: float) -> list[bytes]:
 def test_comments_are_sent_in_silence_and_never_between_events_that_come_in_time() -> None:
     assert sent_with_pauses(pause_s=10, keep_alive_s=15) == [b"data"] * 8
     assert sent_with_pauses(pause_s=40, keep_alive_s=15) == [KEEP_ALIVE, KEEP_ALIVE, b"data"] * 8
+
+
+def test_no_comment_follows_the_end() -> None:
+    assert sent_with_pauses(pause_s=10, keep_alive_s=15, work_after_s=100) == [b"data"] * 8

@@ -1,8 +1,30 @@
+import asyncio
+from contextlib import closing
+
+import msgspec
+import pytest
 import zmq
 
-from loray.cluster.channel import bind
+from loray.cluster.channel import bind, connect
 from loray.deployments.request import TokenEvent
-from loray.deployments.token_channel import TokenSender
+from loray.deployments.token_channel import TokenReceiver, TokenSender
+
+UNREADABLE = [b"\xc1", msgspec.msgpack.encode([["r", "no list"]]), msgspec.msgpack.encode([[b"\xff"]]), b"\x91\x91\xa1\xff"]
+
+
+def test_messages_that_cannot_be_read_are_told_and_those_after_them_arrive(caplog: pytest.LogCaptureFixture) -> None:
+    async def scenario() -> None:
+        arrived: asyncio.Queue[TokenEvent] = asyncio.Queue()
+        receiver = TokenReceiver("127.0.0.1", arrived.put_nowait)
+        receiving = asyncio.create_task(receiver.run())
+        with closing(connect(zmq.PUSH, receiver.address)) as sock:
+            for message in [*UNREADABLE, msgspec.msgpack.encode([TokenEvent("r", [7])])]:
+                sock.send(message)
+            assert await asyncio.wait_for(arrived.get(), 5) == TokenEvent("r", [7])
+        assert caplog.text.count("can't be read") == len(UNREADABLE)
+        receiving.cancel()
+
+    asyncio.run(scenario())
 
 
 def test_an_address_that_is_not_kept_is_hung_up_on_and_the_others_go_on() -> None:

@@ -135,7 +135,7 @@ class TestOnGpu:
         assert found.dtype == torch.bfloat16
         # Fast sums keep some 13 bits of their terms, and of long ones few are exact.
         error = (found.double() - exact) / exact.square().mean(1, keepdim=True).sqrt()
-        assert error.abs().max() < 0.05 and error.square().mean().sqrt() < 0.01
+        assert error.abs().max() < 0.06 and error.square().mean().sqrt() < 0.01
 
     @pytest.mark.parametrize("shape", [(8, 4096, 6144), (32, 14336, 4096)], ids=str)
     def test_a_graph_replays_it_with_other_inputs(self, shape: tuple[int, int, int]) -> None:

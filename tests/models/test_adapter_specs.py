@@ -82,8 +82,17 @@ def test_a_pipe_in_place_of_the_weights_is_not_waited_for(tmp_path: Path) -> Non
         AdapterSpecs(SHAPES).read(tmp_path / "one")
 
 
-@pytest.mark.parametrize("places", [[(0, 48), (0, 48), (48, 80)], [(0, 48), (52, 84)], [(4, 52), (52, 84)]])
-def test_tensors_that_overlap_or_leave_holes_are_corrupt(tmp_path: Path, places: list[tuple[int, int]]) -> None:
+@pytest.mark.parametrize(
+    ("places", "num_bytes"),
+    [
+        ([(0, 48), (0, 48), (48, 80)], 80),
+        ([(0, 48), (0, 48), (48, 80)], 128),  # as many as the tensors have
+        ([(0, 48), (52, 84)], 84),
+        ([(4, 52), (52, 84)], 84),
+        ([(0, 48), (48, 80)], 84),
+    ],
+)
+def test_tensors_that_overlap_or_leave_holes_are_corrupt(tmp_path: Path, places: list[tuple[int, int]], num_bytes: int) -> None:
     folder = save(tmp_path / "one")
     names, shapes = ["x.lin.lora_A.weight", "y", "x.lin.lora_B.weight"], {48: [2, 6], 32: [4, 2]}
     if len(places) == 2:
@@ -93,9 +102,8 @@ def test_tensors_that_overlap_or_leave_holes_are_corrupt(tmp_path: Path, places:
         for name, (begin, end) in zip(names, places, strict=True)
     }
     header = json.dumps(entries).encode()
-    num_bytes = sum(end - begin for begin, end in places)  # as many as there are, where they overlap, too
     (folder / "adapter_model.safetensors").write_bytes(len(header).to_bytes(8, "little") + header + bytes(num_bytes))
-    with pytest.raises(AdapterError, match="corrupt|cut short"):
+    with pytest.raises(AdapterError, match="begins at byte|its tensors end at"):
         read_adapter(folder, SHAPES)
 
 

@@ -8,7 +8,7 @@ import torch
 from transformers import LogitsProcessorList, TemperatureLogitsWarper, TopKLogitsWarper, TopPLogitsWarper, TypicalLogitsWarper
 
 from loray.kernels.noise import gumbel_noise
-from loray.models.sampler import SAMPLING_ROW, SamplingRows, _threshold, most_probable, noise_keys, sample
+from loray.models.sampler import LOWEST_TEMPERATURE, SAMPLING_ROW, SamplingRows, _threshold, most_probable, noise_keys, sample
 
 KEYS = [[1949917470, 1581361928], [-2138990865, -1196529408]]
 NOISE = [[0.036407, -0.821784, -1.520399], [2.470142, 0.867853, -0.957936]]
@@ -27,6 +27,14 @@ def test_greedy_takes_the_largest_with_its_log_probability() -> None:
     token_ids, logprobs = sample(logits, rows_of(5, temperature=0))
     assert token_ids.tolist() == logits.argmax(-1).tolist()
     torch.testing.assert_close(logprobs, logits.log_softmax(-1).max(-1).values)
+
+
+@pytest.mark.parametrize("temperature", [1e-40, 1e-38, LOWEST_TEMPERATURE])
+def test_a_temperature_that_scores_can_not_be_divided_by_is_greedy(temperature: float) -> None:
+    logits = torch.randn(5, 40, generator=torch.Generator().manual_seed(0)) * 30
+    assert (logits / 1e-38).isinf().any(), "the first of several infinities would be taken"
+    token_ids, logprobs = sample(logits, rows_of(5, temperature, top_p=0.9))
+    assert token_ids.tolist() == logits.argmax(-1).tolist() and logprobs.isfinite().all()
 
 
 @pytest.mark.parametrize("temperature", [0.5, 1.0, 2.0])

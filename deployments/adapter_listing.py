@@ -1,0 +1,78 @@
+"""Which adapters are listed: those that everybody gets by their name alone and that fit the base model. Blocking; loads nothing.
+
+Servers with other models, other default sources and other lists of URLs share the disk.
+"""
+
+import threading
+import time
+from collections.abc import Mapping
+from typing import NamedTuple
+
+from loray.deployments.adapter_files import AdapterFiles
+from loray.deployments.adapter_sources import Place, Source, place_of
+from loray.deployments.disk_cache import DiskCache
+from loray.deployments.errors import LorayError
+from loray.deployments.request import AdapterRef
+
+LOOK_S = 0.1  # of a processor, for what is new to one question
+MAX_FOLDERS = 20_000  # that a question looks at in one place: about 10 µs each, where they are known
+
+
+class _Candidate(NamedTuple):
+    is_local: bool
+    name: str  # of a folder, or the key of a download
+    stamp: str  # changes with its files, or with its entry
+
+
+class AdapterListing:
+    """Any thread may ask."""
+
+    def __init__(self, files: AdapterFiles, cache: DiskCache, sources: Mapping[str, Source], default_source: str) -> None:
+        self._files = files
+        self._cache = cache
+        self._sources = sources
+        self._default_source = default_source
+        self._names: dict[_Candidate, str] = {}  # "" = not to be listed
+        self._lock = threading.Lock()  # held while files are read: many who ask at once would all read the same
+        self.num_new = 0  # that the last question had no time for
+
+    def names(self) -> list[str]:
+        """What is new and there is no time for now is left to later questions: nothing is listed before it is known to fit."""
+        with self._lock:
+            candidates = self._candidates()
+            self._names = {candidate: self._names[candidate] for candidate in candidates if candidate in self._names}
+            end = time.thread_time() + LOOK_S
+            for candidate in candidates:
+                if candidate not in self._names:
+                    self._names[candidate] = self._name(candidate)
+                    if time.thread_time() >= end:
+                        break
+            self.num_new = len(candidates) - len(self._names)
+            return sorted({name for name in self._names.values() if name})
+
+    def _candidates(self) -> list[_Candidate]:
+        folders = self._files.stamps(MAX_FOLDERS) if self._default_source == "local" else {}  # else no name alone leads there
+        downloads = self._cache.stamps(MAX_FOLDERS)
+        return [_Candidate(True, *folder) for folder in folders.items()] + [_Candidate(False, *download) for download in downloads.items()]
+
+    def _name(self, candidate: _Candidate) -> str:
+        try:
+            return self._folder_name(candidate.name) if candidate.is_local else self._download_name(candidate.name)
+        except LorayError:  # a name that no request can use, or a URL that this server doesn't read from
+            return ""
+
+    def _folder_name(self, name: str) -> str:
+        return name if self._files.fits(self._files.locate(self._place(name).address)) else ""
+
+    def _download_name(self, key: str) -> str:
+        entry = self._cache.entry(key)
+        if entry is None or entry.is_private:
+            return ""
+        place = self._place(entry.name)
+        if place.key != key:
+            return ""
+        self._sources[place.source].check(place)
+        return entry.name if self._files.fits(self._cache.path(key, entry.version)) else ""
+
+    def _place(self, name: str) -> Place:
+        return place_of(AdapterRef(adapter_id=name), self._default_source)
