@@ -12,6 +12,7 @@ from contextlib import AbstractContextManager, ExitStack
 from typing import Protocol, TypeVar
 
 from loray.deployments.adapters import Adapter
+from loray.deployments.counting import counted
 from loray.deployments.errors import Overloaded
 from loray.deployments.request import AdapterRef, MergeRecipe
 
@@ -56,6 +57,7 @@ class AdapterFinder:
         self._lookers = ThreadPoolExecutor(NUM_LOOKERS, "adapter-looker")
         self._searches: dict[AdapterRef, asyncio.Task[Adapter]] = {}  # of those that may take long
         self._num_waiting: Counter[str] = Counter()  # requests, by adapter id
+        self._num_asking: Counter[asyncio.Task[Adapter]] = Counter()  # requests, by search
         self._listing: asyncio.Task[None] | None = None
 
     async def find(self, ref: AdapterRef) -> Adapter:
@@ -63,13 +65,13 @@ class AdapterFinder:
         if self._num_waiting[ref.adapter_id] >= self._max_waiting:
             num_waiting = self._num_waiting[ref.adapter_id]
             raise Overloaded(f"{num_waiting} requests wait for adapter {ref.adapter_id!r} to be found; try again")
-        self._num_waiting[ref.adapter_id] += 1
-        try:
-            return await asyncio.shield(self._searches.get(ref) or self._start(ref))
-        finally:
-            self._num_waiting[ref.adapter_id] -= 1
-            if not self._num_waiting[ref.adapter_id]:
-                del self._num_waiting[ref.adapter_id]
+        search = self._searches.get(ref) or self._start(ref)
+        with counted(self._num_waiting, ref.adapter_id), counted(self._num_asking, search):
+            try:
+                return await asyncio.shield(search)
+            finally:
+                if ref.merge and self._num_asking[search] == 1:  # nobody else asks; a download goes on, for those who come again
+                    self._give_up(ref, search)
 
     async def forget(self, ref: AdapterRef) -> None:
         """Who asks from now on gets what the source has now."""
@@ -108,6 +110,12 @@ class AdapterFinder:
             self._searches[ref] = search
         search.add_done_callback(lambda search: self._end(ref, search))
         return search
+
+    def _give_up(self, ref: AdapterRef, search: "asyncio.Task[Adapter]") -> None:
+        """One that has not begun never does. Nobody joins it any more."""
+        search.cancel()
+        if self._searches.get(ref) is search:
+            del self._searches[ref]
 
     def _end(self, ref: AdapterRef, search: "asyncio.Task[Adapter]") -> None:
         if self._searches.get(ref) is search:

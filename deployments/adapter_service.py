@@ -142,7 +142,7 @@ class AdapterService:
                 self._forget_failed(record.ref)
         for adapter_id, record in list(wanted.items()):
             known = previous.get(adapter_id)
-            is_old_unload = not record.is_loaded and record.number < self._started  # done by those who were there
+            is_old_unload = known is None and not record.is_loaded and record.number < self._started  # done by those who were there
             if (known is None or known.number != record.number) and not is_old_unload:
                 try:
                     await self._act(record, known)

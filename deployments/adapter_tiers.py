@@ -36,7 +36,8 @@ class AdapterTiers:
         self.table = table
         self.host = host
         self.has_new_pins = False  # those who wait may not fit any more
-        self._failures: Expiring[str, str] = Expiring(FAILURE_S, MAX_FAILURES)  # by version, why the ranks could not read it
+        # By version and signature, why the ranks could not read it: equal files that were written again are another try.
+        self._failures: Expiring[tuple[str, str], str] = Expiring(FAILURE_S, MAX_FAILURES)
         self._pinned: dict[str, Adapter] = {}  # by version; held here, so that they stay known
         self._leaving: dict[Adapter, list[Callable[[], object]]] = {}  # unloaded while in use -> whom to tell when they are gone
 
@@ -64,7 +65,7 @@ class AdapterTiers:
         """Some rank could not read it. The adapter, and why, by its own name; for a while nobody has it read again."""
         adapter = self.host.failed(copy, error)
         adapter.error = error.replace(f"adapter {PurePath(copy.path).name!r}", f"adapter {adapter.adapter_id!r}", 1)
-        self._failures.put(adapter.version, adapter.error)
+        self._failures.put((adapter.version, copy.signature), adapter.error)
         return adapter, adapter.error
 
     def _wanted(self, adapter: Adapter) -> Adapter:
@@ -83,7 +84,7 @@ class AdapterTiers:
     def unload(self, version: str, on_freed: Callable[[], object] = lambda: None) -> None:
         """Free its pages and its host memory once its last request has ended; then, or when it is wanted again, `on_freed` is called."""
         self.unpin(version)
-        self._failures.drop(lambda known: known == version)
+        self._failures.drop(lambda known: known[0] == version)
         adapter = self.table.find(version)
         if adapter is None:
             on_freed()
@@ -102,7 +103,7 @@ class AdapterTiers:
     def check(self, adapter: Adapter) -> None:
         """Raises if it could never be served here, or failed a moment ago."""
         table, host = self.table, self.host
-        if failure := self._failures.get(adapter.version):
+        if failure := self._failures.get((adapter.version, adapter.signature)):
             raise AdapterFailed(failure)
         if not table.could_place(adapter):
             pinned = f", {table.num_pinned_pages} of them pinned" if table.num_pinned_pages else ""

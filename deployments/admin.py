@@ -132,13 +132,14 @@ def _is_of(ref: AdapterRef, status: AdapterStatus) -> bool:
 
 
 def _is_loaded(adapter_id: str, versions: list[AdapterStatus]) -> bool:
-    """On one replica. Raises when its load has failed, also when an older version is still there."""
-    if any(status.state == "loading" for status in versions):
+    """On one replica. Raises when its load has failed, also when an older version is still there; those that leave had their own fate."""
+    staying = [status for status in versions if status.state != "unloading"]
+    if any(status.state == "loading" for status in staying):
         return False
-    for status in versions:
+    for status in staying:
         if status.error:
             raise AdapterFailed(status.error if adapter_id in status.error else f"adapter {adapter_id!r}: {status.error}")
-    return any(status.state != "unloading" for status in versions)  # perhaps evicted again by now
+    return bool(staying)  # perhaps evicted again by now
 
 
 def _shape(statuses: list[AdapterStatus]) -> dict[str, Any]:

@@ -5,6 +5,7 @@ from collections.abc import Collection, Iterator
 from contextlib import contextmanager
 
 from loray.deployments.adapters import Adapter
+from loray.deployments.counting import counted
 from loray.deployments.request import AdapterRef
 
 
@@ -20,13 +21,8 @@ class NeededFolders:
 
     @contextmanager
     def needed(self, adapter: Adapter) -> Iterator[None]:
-        self._counts[adapter.path] += 1
-        try:
+        with counted(self._counts, adapter.path):
             yield
-        finally:
-            self._counts[adapter.path] -= 1
-            if not self._counts[adapter.path]:
-                del self._counts[adapter.path]
 
     def pin(self, ref: AdapterRef, path: str) -> None:
         self._pinned = self._pinned | {ref: path}

@@ -101,12 +101,13 @@ def test_who_asks_after_a_reload_does_not_join_a_search_that_began_before_it(wor
     run(finds_the_new_one_beside_an_older_search(world, AdapterRef(adapter_id=world.ref.adapter_id, api_token=api_token)))
 
 
+def merge_here(folders: Any, weights: Any, method: dict[str, Any], shapes: Any, out: Path) -> None:
+    """The real one, in this process."""
+    merge_adapters(folders, weights, MergeMethod(**method), shapes, out)
+
+
 def test_who_asks_for_a_merge_after_a_reload_of_its_part_gets_the_new_part(world: World) -> None:
-    def merge(folders: Any, weights: Any, method: dict[str, Any], shapes: Any, out: Path) -> None:
-        merge_adapters(folders, weights, MergeMethod(**method), shapes, out)
-
-    world.store.merge = merge  # the real one, in this process
-
+    world.store.merge = merge_here
     half = AdapterRef(adapter_id="half", merge=MergeRecipe(adapter_ids=(world.ref.adapter_id,), weights=(0.5,)))
     run(finds_the_new_one_beside_an_older_search(world, half))
 
@@ -156,3 +157,36 @@ def test_new_folders_that_there_was_no_time_for_are_looked_at_without_being_aske
         assert await finder.names() == names
 
     run(work())
+
+
+def test_merges_that_nobody_waits_for_any_more_are_not_made(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
+    door, made = threading.Event(), []
+
+    def merged(name: str, parts: list[Adapter], recipe: MergeRecipe) -> Adapter:
+        made.append(name)
+        door.wait(HELD_S)
+        return AdapterStore.merged(world.store, name, parts, recipe)
+
+    def merge(weight: float) -> AdapterRef:
+        return AdapterRef(adapter_id="merge", merge=MergeRecipe(adapter_ids=(world.ref.adapter_id,), weights=(weight,)))
+
+    async def run() -> None:
+        running = [asyncio.create_task(world.finder.find(merge(1 + number))) for number in range(adapter_finder.NUM_MERGES)]
+        while len(made) < len(running):
+            await asyncio.sleep(0.01)
+        left = [asyncio.create_task(world.finder.find(merge(100 + number))) for number in range(20)]
+        joined = [asyncio.create_task(world.finder.find(merge(100))), asyncio.create_task(world.finder.find(merge(50)))]
+        while world.finder._num_waiting["merge"] < len(running) + len(left) + len(joined):
+            await asyncio.sleep(0.01)
+        for task in left:
+            task.cancel()
+        await asyncio.wait(left)
+        door.set()
+        await asyncio.gather(*running, *joined, world.finder.find(merge(101)))
+        assert len(made) == len(running) + 3, "those that are asked for"
+        assert not world.finder._searches and not world.finder._num_asking and not world.finder._num_waiting
+
+    world.store.merge = merge_here
+    monkeypatch.setattr(world.store, "merged", merged)
+    monkeypatch.setattr(world.finder, "_max_waiting", 100)
+    asyncio.run(run())
