@@ -67,7 +67,9 @@ class AdapterFiles:
                         files = [folder.stat(), os.stat(f"{folder.path}/{CONFIG_FILE}")]
                         with contextlib.suppress(OSError):
                             files.append(os.stat(f"{folder.path}/{WEIGHTS_FILE}"))
-                        stamp = ",".join(f"{file.st_ino}-{file.st_size}-{file.st_mtime_ns}" for file in files)
+                        stamp = ",".join(
+                            f"{file.st_ino}-{file.st_size}-{file.st_ctime_ns}" for file in files
+                        )  # also with who may read them
                         stamps[folder.name] = f"{stamps.get(folder.name, '')} {number}:{folder.inode()},{stamp}"
         return stamps
 

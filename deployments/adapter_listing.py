@@ -15,6 +15,7 @@ from loray.deployments.errors import LorayError
 from loray.deployments.request import AdapterRef
 
 LOOK_S = 0.1  # of a processor, for what is new to one question
+DISK_S = 0.5  # likewise, and waiting for the disk counts
 MAX_FOLDERS = 20_000  # that a question looks at in one place: about 10 µs each, where they are known
 
 
@@ -34,21 +35,29 @@ class AdapterListing:
         self._default_source = default_source
         self._names: dict[_Candidate, str] = {}  # "" = not to be listed
         self._lock = threading.Lock()  # held while files are read: many who ask at once would all read the same
+        self._answer: list[str] = []  # the last
         self.num_new = 0  # that the last question had no time for
 
     def names(self) -> list[str]:
         """What is new and there is no time for now is left to later questions: nothing is listed before it is known to fit."""
-        with self._lock:
-            candidates = self._candidates()
-            self._names = {candidate: self._names[candidate] for candidate in candidates if candidate in self._names}
-            end = time.thread_time() + LOOK_S
-            for candidate in candidates:
-                if candidate not in self._names:
-                    self._names[candidate] = self._name(candidate)
-                    if time.thread_time() >= end:
-                        break
-            self.num_new = len(candidates) - len(self._names)
-            return sorted({name for name in self._names.values() if name})
+        if self._lock.acquire(timeout=2 * DISK_S):
+            try:
+                self._answer = self._look()
+            finally:
+                self._lock.release()
+        return self._answer
+
+    def _look(self) -> list[str]:
+        candidates = self._candidates()
+        self._names = {candidate: self._names[candidate] for candidate in candidates if candidate in self._names}
+        end, disk_end = time.thread_time() + LOOK_S, time.monotonic() + DISK_S
+        for candidate in candidates:
+            if candidate not in self._names:
+                self._names[candidate] = self._name(candidate)
+                if time.thread_time() >= end or time.monotonic() >= disk_end:
+                    break
+        self.num_new = len(candidates) - len(self._names)
+        return sorted({name for name in self._names.values() if name})
 
     def _candidates(self) -> list[_Candidate]:
         folders = self._files.stamps(MAX_FOLDERS) if self._default_source == "local" else {}  # else no name alone leads there

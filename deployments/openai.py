@@ -159,8 +159,9 @@ class OpenAIApi:
         return await json_answer(lambda: embeddings_shape(body.model, ordered, body.encoding_format == "base64", num_tokens), is_large)
 
     async def models(self) -> list[dict[str, Any]]:
-        adapters = await self._service.backend.adapters()
-        return [self._model_shape(self._service.model_id, None)] + [self._model_shape(name, self._service.model_id) for name in adapters]
+        base = self._service.model_id
+        adapters = [name for name in await self._service.backend.adapters() if not f"{name}:".startswith(f"{base}:")]  # those mean the base
+        return [self._model_shape(base, None)] + [self._model_shape(name, base) for name in adapters]
 
     async def model(self, model_id: str) -> dict[str, Any]:
         adapter_id = model_id.removeprefix(f"{self._service.model_id}:")

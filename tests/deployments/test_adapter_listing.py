@@ -127,10 +127,11 @@ def test_a_download_that_becomes_private_or_goes_is_not_listed_from_then_on(worl
     assert store.names() == []
 
 
+@pytest.mark.parametrize("limit", ["LOOK_S", "DISK_S"])
 def test_of_many_that_are_new_some_are_read_at_a_time_none_twice_and_none_is_listed_before(
-    world: World, monkeypatch: pytest.MonkeyPatch
+    world: World, limit: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(adapter_listing, "LOOK_S", 0.0)  # one at a time
+    monkeypatch.setattr(adapter_listing, limit, 0.0)  # one at a time
     for i in range(3):
         save_folder(world.roots[0] / f"bad{i}", rank=4)
         (world.roots[0] / f"bad{i}" / WEIGHTS).write_bytes(b"torn")
@@ -154,6 +155,26 @@ def test_of_many_that_are_new_some_are_read_at_a_time_none_twice_and_none_is_lis
     assert store.names() == names[-1] and len(reads) == 6
     save_folder(world.roots[0] / "bad0", rank=4, seed=1)
     assert store.names() == ["bad0", *names[-1]] and len(reads) == 7, "its files are others now"
+
+
+def test_who_asks_while_files_are_read_for_long_gets_the_last_answer(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(adapter_listing, "DISK_S", 0.01)
+    save_folder(world.roots[0] / "first", rank=4)
+    store = world.store()
+    assert store.names() == ["first"]
+    save_folder(world.roots[0] / "second", rank=4)
+    with store._listing._lock:
+        assert store.names() == ["first"]
+    assert store.names() == ["first", "second"]
+
+
+def test_a_folder_that_others_may_read_from_now_on_is_looked_at_again(world: World) -> None:
+    save_folder(world.roots[0] / "mine", rank=4)
+    files = world.store()._files
+    before = files.stamps(10)
+    (world.roots[0] / "mine" / WEIGHTS).chmod(0o600)
+    after = files.stamps(10)
+    assert before != after == files.stamps(10)
 
 
 def test_so_many_folders_are_looked_at_and_no_more(world: World, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -106,6 +106,15 @@ def test_the_models_are_the_base_and_its_adapters(client: openai.OpenAI) -> None
     assert client.models.retrieve(f"{BASE}:pirate").id == f"{BASE}:pirate"
 
 
+def test_adapters_whose_names_mean_the_base_are_no_models(monkeypatch: pytest.MonkeyPatch) -> None:
+    async def adapters(self: ScriptedBackend) -> list[str]:
+        return [BASE, f"{BASE}:pirate", f"{BASE}s", "pirate"]
+
+    monkeypatch.setattr(ScriptedBackend, "adapters", adapters)
+    models = send(service_of(saying("x")), "GET", "/v1/models").json()["data"]
+    assert [model["id"] for model in models] == [BASE, f"{BASE}s", "pirate"]
+
+
 @pytest.mark.parametrize(
     ("model", "adapter_id"), [(BASE, ""), ("pirate", "pirate"), ("org/poet", "org/poet"), (f"{BASE}:pirate", "pirate")]
 )
