@@ -8,19 +8,21 @@ from loray.deployments.adapter_status import AdminAction
 from loray.deployments.request import AdapterRef
 
 MAX_UNLOADED = 1000  # records of unloaded adapters that are kept
+MAX_UNDONE = 1000  # changes that are remembered as undone: more can't be on their way at once
 
 
 class AdapterRecord(msgspec.Struct, frozen=True, kw_only=True):
     """What an admin last wanted of an adapter.
 
     A replica acts on a record whose number is new to it: unload it, or have it in host memory, looking it up again if the
-    generation is new too. An adapter without a record is one that no admin wants anything of: not pinned."""
+    generation is newer too. An adapter without a record is one that no admin wants anything of: not pinned."""
 
     ref: AdapterRef
     is_loaded: bool  # False: unloaded, until somebody asks for it again
     is_pinned: bool
-    generation: int  # number of the change since which its files count
+    generation: int  # number of the change since which its files count, 0 = whatever is here counts
     number: int  # of its last change
+    change: int = 0  # number of the admin's change that it comes from: an undo brings it back under a new number
 
 
 class AdapterRecords(msgspec.Struct, frozen=True):
@@ -49,6 +51,7 @@ class AdapterSet:
     def __init__(self) -> None:
         self.number = 0
         self._records: dict[str, AdapterRecord] = {}  # by adapter id, the last changed last
+        self._undone: dict[int, AdapterRecord | None] = {}  # number of a change that was undone -> what was there before it
 
     def snapshot(self) -> AdapterRecords:
         return AdapterRecords(self.number, list(self._records.values()))
@@ -57,29 +60,40 @@ class AdapterSet:
         adapter_id = change.ref.adapter_id
         previous = self._records.get(adapter_id)
         known = previous if previous and previous.is_loaded else None
+        if change.action == "unpin" and not (known and known.is_pinned):  # nothing is to be done
+            nothing = AdapterRecord(ref=change.ref, is_loaded=False, is_pinned=False, generation=0, number=self.number)
+            return Changed(known or nothing, previous)
         ref = known.ref if known and change.action != "load" else change.ref
         if change.action == "unload":
             ref = msgspec.structs.replace(ref, api_token="")
         number = self._next()
         is_same = known and known.ref == ref and change.action not in ("reload", "unload")
+        looks_again = change.action not in ("pin", "unpin")
         record = AdapterRecord(
             ref=ref,
             is_loaded=change.action != "unload",
             is_pinned=_is_pinned(change, bool(known and known.is_pinned)),
-            generation=known.generation if known and is_same else number,
+            generation=known.generation if known and is_same else number * looks_again,
             number=number,
+            change=number,
         )
         self._put(adapter_id, record)
         return Changed(record, previous)
 
     def undo(self, changed: Changed) -> None:
-        """Unless the adapter was changed again since."""
-        adapter_id = changed.record.ref.adapter_id
-        if self._records.get(adapter_id) != changed.record:
+        """If the adapter was changed again since, nothing is, but no later undo brings this change back."""
+        adapter_id, previous = changed.record.ref.adapter_id, changed.previous
+        self._undone[changed.record.change] = previous
+        for oldest in list(self._undone)[:-MAX_UNDONE]:
+            del self._undone[oldest]
+        current = self._records.get(adapter_id)
+        if current is None or current.change != changed.record.change:
             return
+        while previous and previous.change in self._undone:
+            previous = self._undone[previous.change]
         number = self._next()
-        if changed.previous and changed.previous.is_loaded:
-            self._put(adapter_id, msgspec.structs.replace(changed.previous, number=number))
+        if previous and previous.is_loaded:
+            self._put(adapter_id, msgspec.structs.replace(previous, number=number))
         else:
             del self._records[adapter_id]
 

@@ -16,6 +16,7 @@ from typing import Any, TypeVar
 
 import msgspec
 
+from loray.deployments.adapter_arrival import arrival, logged_load
 from loray.deployments.adapter_finder import AdapterFinder, Store
 from loray.deployments.adapter_records import AdapterRecord, AdapterRecords
 from loray.deployments.adapter_status import AdapterState, AdapterStatus
@@ -26,7 +27,9 @@ from loray.deployments.adapters import Adapter
 from loray.deployments.engine import ABORTED, Engine
 from loray.deployments.errors import AdapterFailed, LorayError
 from loray.deployments.needed_folders import NeededFolders
+from loray.deployments.replaced_adapters import ReplacedAdapters
 from loray.deployments.request import AdapterRef
+from loray.deployments.slow_work import told_when_slow
 
 logger = logging.getLogger("ray.serve.loray")
 T = TypeVar("T")
@@ -35,7 +38,6 @@ MAX_REMEMBERED = 10_000  # adapters whose use is counted
 NUM_LOADS = 4  # that wait for their arrival at once: what is on its way may take more room than it will need
 NUM_AT_ONCE = 400  # adapters that the engine is asked about between two steps: a millisecond
 NUM_LOOKED_AT = 16  # adapters, of those that may be forgotten, when there is a new one
-ARRIVAL_POLL_S = 0.02
 SLOW_S = 20.0  # a search that takes longer is slow
 
 
@@ -51,6 +53,7 @@ class AdapterService:
         self._uses: OrderedDict[AdapterRef, AdapterUse] = OrderedDict()  # least recently used first
         self._unloading: list[AdapterUse] = []  # until their last request has ended
         self._records: dict[str, AdapterRecord] = {}  # what admins want, by adapter id
+        self._replaced = ReplacedAdapters()
         self._started = time.time_ns() // 1_000_000  # as records are numbered
         self._tasks: set[asyncio.Task[None]] = set()
 
@@ -74,13 +77,7 @@ class AdapterService:
 
     async def find_patiently(self, ref: AdapterRef, on_slow: Callable[[], None]) -> Adapter:
         """The same, and whoever waits is told in time: a download may take longer than an ingress waits for a replica."""
-        search = asyncio.ensure_future(self.find(ref))
-        try:
-            if not (await asyncio.wait({search}, timeout=SLOW_S))[0]:
-                on_slow()
-            return await search
-        finally:
-            search.cancel()
+        return await told_when_slow(self.find(ref), SLOW_S, on_slow)
 
     async def chat_template(self, ref: AdapterRef) -> str:
         """The one that the adapter brings, "" for none. Raises a LorayError."""
@@ -109,18 +106,25 @@ class AdapterService:
             use.num_running -= 1
             use.last_used = time.time()
 
-    async def load(self, ref: AdapterRef, is_pinned: bool = False, is_wanted: Callable[[], bool] = lambda: True) -> None:
-        """Returns when it is in the host memory of every rank, or when it is not wanted any more. Raises a LorayError."""
+    async def load(self, ref: AdapterRef, record: AdapterRecord | None = None, is_renewed: bool = False) -> None:
+        """Returns when it is in the host memory of every rank, or when the record is not the newest any more. Raises a LorayError.
+
+        is_renewed: it is an error that its source could not be asked anew, though what is held of it is loaded."""
         use = self._use(ref)
         use.is_loading, use.error = True, ""
         try:
             adapter = await self.find(ref)
             async with self._loads:
                 with self._folders.needed(adapter):
-                    if is_wanted():
+                    if record is None or self._is_wanted(record):
+                        is_pinned = record is not None and record.is_pinned
                         if is_pinned:
+                            self._unpin(self._replaced.of(ref.adapter_id))  # there may be room for one of them
                             self._folders.pin(self._key(ref), adapter.path)
-                        await self._arrival(await self._ask(lambda tiers: tiers.pin(adapter) if is_pinned else tiers.load(adapter)))
+                        work = AdapterTiers.pin if is_pinned else AdapterTiers.load
+                        await arrival(self._engine, await self._ask(partial(work, adapter=adapter)))
+            if is_renewed and adapter.unrenewed:
+                raise AdapterFailed(adapter.unrenewed)
         except LorayError as error:
             use.error = error.message
             raise
@@ -129,7 +133,7 @@ class AdapterService:
 
     async def preload(self, adapter_ids: list[str]) -> None:
         """One that can't be loaded is told in the log and keeps nobody from serving."""
-        await asyncio.gather(*(self._log_load(self.load(AdapterRef(adapter_id=name)), name) for name in adapter_ids))
+        await asyncio.gather(*(logged_load(self.load(AdapterRef(adapter_id=name)), name) for name in adapter_ids))
 
     async def apply(self, records: bytes) -> None:
         """Do what admins want, as far as it is new; loads go on in the background."""
@@ -137,8 +141,9 @@ class AdapterService:
         previous, self._records = self._records, wanted
         for adapter_id, record in previous.items():
             if adapter_id not in wanted:
+                replaced = self._replaced.drop_all(adapter_id)
                 if record.is_pinned:
-                    await self._unpin(record.ref)
+                    self._unpin([*replaced, record.ref])
                 self._forget_failed(record.ref)
         for adapter_id, record in list(wanted.items()):
             known = previous.get(adapter_id)
@@ -174,36 +179,51 @@ class AdapterService:
         return await self._finder.names()
 
     async def _act(self, record: AdapterRecord, known: AdapterRecord | None) -> None:
+        adapter_id = record.ref.adapter_id
+        is_renewed = record.generation > (known.generation if known else 0)  # an undo brings back an older one
         if known and known.is_loaded and self._key(known.ref) != self._key(record.ref):
-            await self._unload(known.ref)  # the id means another one now
+            if is_renewed:
+                self._replaced.add(adapter_id, self._key(known.ref))
+            else:  # what was there before, without its pin
+                self._unpin([known.ref])
+            self._forget_failed(known.ref)
+        self._replaced.drop(adapter_id, self._key(record.ref))
         if not record.is_loaded:
-            return await self._unload(record.ref)
-        if known is None or known.generation != record.generation:
+            for ref in (*self._replaced.drop_all(adapter_id), record.ref):
+                await self._unload(ref)
+            return
+        if is_renewed:
             await self._finder.forget(record.ref)
         if known and known.is_pinned and not record.is_pinned:
-            await self._unpin(record.ref)
+            self._unpin([*self._replaced.of(adapter_id), record.ref])
         self._use(record.ref).is_loading = True
-        self._in_background(self._load_and_log(record))
+        self._in_background(self._load_and_log(record, is_renewed))
 
     def _record(self, use: AdapterUse) -> AdapterRecord | None:
         """What admins want of it."""
         record = self._records.get(use.ref.adapter_id)
         return record if record and self._key(record.ref) == use.ref else None
 
-    async def _load_and_log(self, record: AdapterRecord) -> None:
-        def is_wanted() -> bool:
-            newest = self._records.get(record.ref.adapter_id)
-            return newest is not None and newest.is_loaded and newest.is_pinned == record.is_pinned
+    def _is_wanted(self, record: AdapterRecord) -> bool:
+        newest = self._records.get(record.ref.adapter_id)
+        if newest is None or self._key(newest.ref) != self._key(record.ref):
+            return False
+        return newest.is_loaded and newest.is_pinned == record.is_pinned
 
-        await self._log_load(self.load(record.ref, record.is_pinned, is_wanted), record.ref.adapter_id)
+    async def _load_and_log(self, record: AdapterRecord, is_renewed: bool = False) -> None:
+        await logged_load(self.load(record.ref, record, is_renewed), record.ref.adapter_id)
         self._forget_failed(record.ref)
+        await self._unload_replaced(record.ref.adapter_id)
 
-    async def _log_load(self, load: Coroutine[Any, Any, None], adapter_id: str) -> None:
-        try:
-            await load
-            logger.info("adapter %s is loaded", adapter_id)
-        except LorayError as error:
-            logger.warning("adapter %s can't be loaded: %s", adapter_id, error.message)
+    async def _unload_replaced(self, adapter_id: str) -> None:
+        """Once what the id means now is there: an undo brings back what it meant before. Loads that were overtaken are waited for."""
+        record = self._records.get(adapter_id)
+        use = self._uses.get(self._key(record.ref)) if record else None
+        if use and use.adapter and not use.is_loading and not use.error:
+            for ref in self._replaced.of(adapter_id):
+                if ref not in self._uses or not self._uses[ref].is_loading:
+                    self._replaced.drop(adapter_id, ref)
+                    await self._unload(ref)
 
     async def _unload(self, ref: AdapterRef) -> None:
         """Of a merge: all that go by this name."""
@@ -233,23 +253,11 @@ class AdapterService:
         finally:
             self._unloading.remove(use)
 
-    async def _unpin(self, ref: AdapterRef) -> None:
-        key = self._key(ref)
-        self._folders.unpin([key])
-        use = self._uses.get(key)
-        if use and use.adapter:
-            version = use.adapter.version
-            await self._ask(lambda tiers: tiers.unpin(version))
-
-    async def _arrival(self, adapter: Adapter) -> None:
-        """adapter: the tiers' own object."""
-        while not adapter.is_ready and not adapter.page_ids:
-            places = await self._ask(lambda tiers: tiers.places([adapter.version]))
-            place = places.get(adapter.version)
-            if place and place.is_loading:
-                await asyncio.sleep(ARRIVAL_POLL_S)
-            elif not adapter.is_ready and not adapter.page_ids:
-                raise AdapterFailed(adapter.error or f"adapter {adapter.adapter_id!r}: there is no room for it in host memory now")
+    def _unpin(self, refs: list[AdapterRef]) -> None:
+        keys = [self._key(ref) for ref in refs]
+        self._folders.unpin(keys)
+        for use in (self._uses[key] for key in keys if key in self._uses):
+            self._engine.call(partial(AdapterTiers.unpin, version=use.version))
 
     async def _ask(self, work: Callable[[AdapterTiers], T]) -> T:
         return await asyncio.wrap_future(self._engine.call(work))

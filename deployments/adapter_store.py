@@ -7,7 +7,6 @@ import contextlib
 import hashlib
 import logging
 import secrets
-import traceback
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -16,6 +15,7 @@ from typing import Any
 import msgspec
 from huggingface_hub import get_token
 
+from loray.deployments.adapter_errors import only_loray_errors
 from loray.deployments.adapter_files import AdapterFiles
 from loray.deployments.adapter_listing import AdapterListing
 from loray.deployments.adapter_sources import URL_SCHEMES, Offer, Place, Source, named, place_of
@@ -23,7 +23,7 @@ from loray.deployments.adapters import Adapter
 from loray.deployments.config import AdapterArgs
 from loray.deployments.disk_cache import DiskCache, DiskFull, Entry, is_whole
 from loray.deployments.download_log import logged
-from loray.deployments.errors import AdapterFailed, InvalidRequest, LorayError
+from loray.deployments.errors import AdapterFailed, AdapterNotFound, InvalidRequest, LorayError
 from loray.deployments.expiring import Expiring
 from loray.deployments.hub_source import HubSource, not_found
 from loray.deployments.keyed_lock import KeyedLock
@@ -68,6 +68,7 @@ class AdapterStore:
         self._listing = AdapterListing(self._files, self._cache, self._sources, args.default_source)
         self._fetching = KeyedLock()
         self._stale: set[str] = set()  # keys whose source is to be asked anew
+        self._unrenewed: dict[str, str] = {}  # key -> why its source could not be asked anew
         self._failures: Expiring[Asker, tuple[type[LorayError], str]] = Expiring(FAILURE_S, MAX_REMEMBERED)
         self._readers: Expiring[Asker, bool] = Expiring(TOKEN_S, MAX_REMEMBERED)  # whom the source has let read what is private
         self._salt = secrets.token_bytes(32)
@@ -75,11 +76,11 @@ class AdapterStore:
     def find(self, ref: AdapterRef) -> Adapter:
         """The adapter as it is to be served now. Raises AdapterNotFound, AdapterFailed and InvalidRequest."""
         place = place_of(ref, self._default_source)
-        with _only_loray_errors(place.name):
+        with only_loray_errors(place.name):
             if place.source == "local":
                 return self._files.find(place.address)
             adapter = self._find_download(self._wish(ref, place))
-        adapter.adapter_id = ref.adapter_id
+        adapter.adapter_id, adapter.unrenewed = ref.adapter_id, self._unrenewed.get(place.key, "")
         return adapter
 
     def merged(self, name: str, parts: list[Adapter], recipe: MergeRecipe) -> Adapter:
@@ -88,7 +89,7 @@ class AdapterStore:
         origin = msgspec.json.encode(([part.version for part in parts], recipe.weights, method))
         place = Place("merge", name, hashlib.blake2b(origin, digest_size=12).hexdigest())
         wish = _Wish(place, "", (place.key, b""))
-        with _only_loray_errors(name), self._remembering_failure(wish.asker):
+        with only_loray_errors(name), self._remembering_failure(wish.asker):
             adapter = self._held(wish)
             if adapter is None:
                 with self._fetching.only_one(place.key), self._remembering_failure(wish.asker), self._cache.only_one(place.key):
@@ -125,18 +126,22 @@ class AdapterStore:
             yield entry, ref, place
 
     def forget(self, ref: AdapterRef) -> None:
-        """The next find asks the source. Folders need no such thing: they are always read as they are."""
+        """The next find asks the source; where that fails, what is on disk is served on, unless the source says that it is no more.
+
+        Folders need no such thing: they are always read as they are."""
         key = self._key(ref)
         if self._cache.entry(key) or key in self._fetching:
             self._stale.add(key)
         self._failures.drop(lambda asker: asker[0] == key)
-        self._readers.drop(lambda asker: asker[0] == key)
 
     def remove(self, ref: AdapterRef, path: str = "") -> None:
         """Deletes its download. Folders of the configured roots are never touched. path: of a merge, which nothing else tells."""
         self.forget(ref)
+        key = self._key(ref)
+        self._readers.drop(lambda asker: asker[0] == key)
         self._cache.remove(self._key(ref, path))
-        self._stale.discard(self._key(ref))
+        self._stale.discard(key)
+        self._unrenewed.pop(key, None)
 
     def is_local(self, ref: AdapterRef) -> bool:
         return place_of(ref, self._default_source).source == "local"
@@ -216,16 +221,32 @@ class AdapterStore:
         place = wish.place
         is_stale = place.key in self._stale
         self._stale.discard(place.key)  # before the source is asked: who forgets it from now on means a later answer
+        self._unrenewed.pop(place.key, None)
         try:
             offer = self._sources[place.source].describe(place, wish.token)
+            if is_stale:
+                self._readers.drop(lambda asker: asker[0] == place.key)
             if offer.num_bytes > self._max_bytes:
                 raise AdapterFailed(f"adapter {place.name!r}: {offer.num_bytes} bytes are more than disk_bytes ({self._max_bytes})")
             with self._cache.only_one(place.key):
                 return self._unchanged(wish, offer) or self._download(wish, offer)
-        except BaseException:
+        except BaseException as error:
+            if is_stale and (adapter := self._still_held(wish, error)):
+                return adapter
             if is_stale:
                 self._stale.add(place.key)
             raise
+
+    def _still_held(self, wish: _Wish, error: BaseException) -> Adapter | None:
+        """What is on disk, when its source could not be asked anew: it was good until now. Not if the source has it no more."""
+        if not isinstance(error, AdapterFailed) or isinstance(error, AdapterNotFound):
+            return None
+        with contextlib.suppress(LorayError):
+            if adapter := self._held(wish):
+                self._unrenewed[wish.place.key] = error.message
+                logger.warning("%s; what is on disk is served on", error.message)
+                return adapter
+        return None
 
     def _unchanged(self, wish: _Wish, offer: Offer) -> Adapter | None:
         """What is on disk, if it is what the source has: another process may have fetched it meanwhile."""
@@ -272,15 +293,3 @@ class AdapterStore:
                 yield folder
         except DiskFull as error:
             raise AdapterFailed(f"adapter {place.name!r}: the disk cache is full of adapters in use: {error}") from None
-
-
-@contextlib.contextmanager
-def _only_loray_errors(name: str) -> Iterator[None]:
-    try:
-        yield
-    except LorayError:
-        raise
-    except Exception as error:  # the disk's, or a library's that no source foresaw; its text may quote what was sent
-        logger.error("adapter %s: %s\n%s", name, type(error).__name__, "".join(traceback.format_tb(error.__traceback__)))
-        reason = (isinstance(error, OSError) and error.strerror) or type(error).__name__
-        raise AdapterFailed(f"adapter {name!r}: {reason}") from None

@@ -24,6 +24,7 @@ class Adapter:
     is_ready: bool = True  # can go into the pool at once; the host tier says when it can't
     is_in_host: bool = False  # or on its way there
     error: str = ""  # why it could not be read into host memory the last time
+    unrenewed: str = ""  # why its source could not be asked anew: there may be a newer version
     is_pinned: bool = False  # stays where it is, used or not
     pool_use: TierUse = field(default_factory=TierUse)
     host_use: TierUse = field(default_factory=TierUse)

@@ -9,7 +9,7 @@ import msgspec
 from fastapi import APIRouter
 from pydantic import Field, field_validator
 
-from loray.deployments.adapter_records import AdapterChange
+from loray.deployments.adapter_records import AdapterChange, Changed
 from loray.deployments.adapter_sources import named
 from loray.deployments.adapter_status import AdapterState, AdapterStatus, AdminAction
 from loray.deployments.error_docs import ADMIN_CHANGE, ADMIN_ENTRY, ADMIN_LIST, ADMIN_LOAD
@@ -54,6 +54,7 @@ class AdapterAdmin:
     def __init__(self, service: Service) -> None:
         self._service = service
         self._backend = service.backend
+        self._undoing: set[asyncio.Task[None]] = set()
 
     async def listing(self, state: str | None = None) -> dict[str, Any]:
         if state not in (None, *get_args(AdapterState)):
@@ -88,15 +89,22 @@ class AdapterAdmin:
         return _shape(await self._versions(adapter_id))
 
     async def _load(self, change: AdapterChange) -> dict[str, Any]:
-        """A load that fails leaves no record behind: no replica that starts later is to try it again."""
-        changed = await self._backend.change_adapter(change)
+        """A load that fails or that nobody waits for leaves no record behind: no replica that starts later is to try it again."""
+        changing = asyncio.ensure_future(self._backend.change_adapter(change))
         try:
+            changed = await asyncio.shield(changing)
             await self._wait_until_loaded(changed.record.ref)
-        except AdapterFailed:
-            with contextlib.suppress(LorayError):  # why the load failed says more
-                await self._backend.undo_adapter_change(changed)
+        except BaseException:  # also that the client has left
+            undoing = asyncio.create_task(self._undo(changing))
+            self._undoing.add(undoing)
+            undoing.add_done_callback(self._undoing.discard)
+            await asyncio.shield(undoing)
             raise
         return _shape(await self._versions(change.ref.adapter_id))
+
+    async def _undo(self, changing: "asyncio.Future[Changed]") -> None:
+        with contextlib.suppress(LorayError):  # why the load failed says more
+            await self._backend.undo_adapter_change(await changing)
 
     async def _wait_until_loaded(self, ref: AdapterRef) -> None:
         """ref: as the change has settled it; others by its name, of other sources and revisions, have their own fate."""

@@ -135,18 +135,50 @@ def test_after_forget_equal_content_is_not_downloaded_again(world: World) -> Non
     assert store.find(HUB).path == first.path and world.hub.num_gets(WEIGHTS) == num_gets
 
 
-def test_after_forget_a_source_that_is_away_is_an_error_until_it_is_back(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_after_forget_what_is_on_disk_is_served_on_when_its_source_is_away(world: World, caplog: pytest.LogCaptureFixture) -> None:
+    ref = world.on_web("small")
+    store = world.store()
+    old = store.find(ref)
+    world.on_web("small", seed=1)
+    store.forget(ref)
+    world.web.rules["/small/adapter_config.json"] = lambda handler: handler.reply(500) is None
+    for _ in range(2):
+        found = store.find(ref)
+        assert found.version == old.version and "answered 500" in found.unrenewed
+    assert [record.levelname for record in caplog.records if "answered 500" in record.getMessage()] == ["WARNING"], "it was asked once"
+    world.web.rules.clear()
+    store.forget(ref)
+    new = store.find(ref)
+    assert new.version != old.version and not new.unrenewed
+
+
+def test_after_forget_what_its_source_has_no_more_is_not_served(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(adapter_store, "FAILURE_S", 1e-9)
     ref = world.on_web("small")
     store = world.store()
     store.find(ref)
+    (world.folder / "web" / "small").rename(world.folder / "web" / "gone")
     store.forget(ref)
-    world.web.rules["/small/adapter_config.json"] = lambda handler: handler.reply(500) is None
     for _ in range(2):
-        with pytest.raises(AdapterFailed, match="500"):
+        with pytest.raises(AdapterNotFound):
             store.find(ref)
-    world.web.rules.clear()
+    (world.folder / "web" / "gone").rename(world.folder / "web" / "small")
     assert store.find(ref).num_pages == 1
+
+
+def test_after_forget_what_is_private_is_served_on_to_its_readers_alone_when_the_hub_is_away(world: World) -> None:
+    world.hub.readers["org/small"] = {"hf_one"}
+    store = world.store()
+    store.find(with_token("hf_one"))
+    store.find(with_token("hf_one"))
+    store.forget(HUB)
+    for path in ("/api/models/org/small?blobs=true", "/org/small/resolve/main/adapter_config.json"):
+        world.hub.rules[path] = lambda handler: handler.reply(500) is None
+    with pytest.raises(AdapterFailed, match="500"):
+        store.find(with_token("hf_bad"))
+    assert store.find(with_token("hf_one")).num_pages == 1
+    with pytest.raises(AdapterFailed, match="500"):
+        store.find(with_token("hf_bad"))
 
 
 def test_threads_and_processes_that_want_one_adapter_download_it_once(world: World) -> None:

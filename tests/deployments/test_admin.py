@@ -1,3 +1,4 @@
+import asyncio
 from collections.abc import Sequence
 from typing import Any
 
@@ -5,7 +6,8 @@ import httpx
 import pytest
 
 from loray.deployments import admin
-from loray.deployments.adapter_records import AdapterRecord
+from loray.deployments.adapter_records import AdapterChange, AdapterRecord, Changed
+from loray.deployments.adapter_status import AdapterStatus
 from loray.deployments.admin import AdapterAdmin
 from loray.deployments.errors import InvalidRequest
 from loray.deployments.middleware import routed_path
@@ -222,6 +224,51 @@ def test_a_load_that_fails_says_why_and_leaves_no_record(service: Service, backe
     response = call(service, "POST", "", json={"adapter_id": "bad"})
     assert (response.status_code, response.json()["error"]) == (424, "adapter 'bad': no adapter_config.json")
     assert records(backend) == []
+
+
+@pytest.mark.parametrize("is_asked_to_change", [True, False])
+def test_a_load_whose_client_leaves_leaves_no_record(service: Service, backend: ScriptedBackend, is_asked_to_change: bool) -> None:
+    async def scenario() -> None:
+        has_come, door = asyncio.Event(), asyncio.Event()
+        change_adapter, adapter_statuses = backend.change_adapter, backend.adapter_statuses
+
+        async def held_change(change: AdapterChange) -> Changed:
+            changed = await change_adapter(change)
+            if is_asked_to_change:
+                has_come.set()
+                await door.wait()
+            return changed
+
+        async def held_statuses() -> dict[str, list[AdapterStatus]]:
+            has_come.set()
+            return await adapter_statuses()
+
+        backend.statuses = {"replica": [status_of("slow", "loading")]}
+        backend.change_adapter, backend.adapter_statuses = held_change, held_statuses  # type: ignore[method-assign]
+        api = AdapterAdmin(service)
+        load = asyncio.create_task(api.load({"adapter_id": "slow"}))
+        await has_come.wait()
+        assert len(records(backend)) == 1
+        for _ in range(2):  # the second time while it is being undone
+            load.cancel()
+            await asyncio.sleep(0)
+        door.set()
+        with pytest.raises(asyncio.CancelledError):
+            await load
+        await asyncio.gather(*api._undoing)
+        assert records(backend) == []
+
+    run(scenario())
+
+
+def test_a_load_that_takes_too_long_leaves_no_record(service: Service, backend: ScriptedBackend, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(admin, "LOAD_S", 0.0)
+    backend.statuses = {"replica": [status_of("slow", "loading")]}
+    assert call(service, "POST", "", json={"adapter_id": "slow"}).status_code == 503 and records(backend) == []
+
+
+def test_unpinning_what_is_not_pinned_answers_what_is_there_and_leaves_no_record(service: Service, backend: ScriptedBackend) -> None:
+    assert ids(call(service, "POST", "/pirate/unpin")) == ["pirate"] and records(backend) == []
 
 
 def test_a_reload_that_fails_keeps_the_record_that_was_there(service: Service, backend: ScriptedBackend) -> None:

@@ -1,0 +1,23 @@
+"""What the disk or a library raises, as the error of one adapter. Knows neither what was tried nor where."""
+
+import contextlib
+import logging
+import traceback
+from collections.abc import Iterator
+
+from loray.deployments.errors import AdapterFailed, LorayError
+
+logger = logging.getLogger("ray.serve.loray")
+
+
+@contextlib.contextmanager
+def only_loray_errors(name: str) -> Iterator[None]:
+    """name: the adapter's."""
+    try:
+        yield
+    except LorayError:
+        raise
+    except Exception as error:  # the disk's, or a library's that no source foresaw; its text may quote what was sent
+        logger.error("adapter %s: %s\n%s", name, type(error).__name__, "".join(traceback.format_tb(error.__traceback__)))
+        reason = (isinstance(error, OSError) and error.strerror) or type(error).__name__
+        raise AdapterFailed(f"adapter {name!r}: {reason}") from None
