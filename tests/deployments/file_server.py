@@ -8,6 +8,10 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
 
+import pytest
+
+from loray.deployments import adapter_store
+
 
 class Handler(BaseHTTPRequestHandler):
     protocol_version = "HTTP/1.1"
@@ -93,6 +97,13 @@ class HubServer(FileServer):
         super().__init__(root)
         self.readers: dict[str, set[str]] = {}  # private repository -> tokens
         self.gated: set[str] = set()  # of those: everybody may see them, readers may read them
+
+    def stand_in(self, monkeypatch: pytest.MonkeyPatch, home: Path) -> None:
+        """For the hub itself, whatever this machine knows of it. home: for the client's own files."""
+        monkeypatch.setenv("HF_ENDPOINT", self.url)
+        monkeypatch.setenv("HF_HOME", str(home))
+        monkeypatch.delenv("HF_TOKEN", raising=False)
+        monkeypatch.setattr(adapter_store, "get_token", lambda: None)  # the developer's own
 
     def answer(self, handler: Handler) -> None:
         path, _, _ = handler.path.partition("?")

@@ -60,10 +60,7 @@ class World:
 @pytest.fixture
 def world(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[World]:
     made = World(tmp_path)
-    monkeypatch.setenv("HF_ENDPOINT", made.hub.url)
-    monkeypatch.setenv("HF_HOME", str(tmp_path / "hf"))
-    monkeypatch.delenv("HF_TOKEN", raising=False)
-    monkeypatch.setattr(adapter_store, "get_token", lambda: None)  # the developer's own
+    made.hub.stand_in(monkeypatch, tmp_path / "hf")
     yield made
     made.close()
 

@@ -9,7 +9,6 @@ from typing import Any
 import msgspec
 import pytest
 
-from loray.deployments import adapter_store
 from loray.deployments.adapter_records import AdapterChange, AdapterSet, Changed
 from loray.deployments.adapter_service import AdapterService
 from loray.deployments.adapter_status import AdapterStatus
@@ -93,10 +92,7 @@ class World:
 @pytest.fixture
 def world(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[World]:
     made = World(tmp_path)
-    monkeypatch.setenv("HF_ENDPOINT", made.hub.url)
-    monkeypatch.setenv("HF_HOME", str(tmp_path / "hf"))
-    monkeypatch.delenv("HF_TOKEN", raising=False)
-    monkeypatch.setattr(adapter_store, "get_token", lambda: None)  # the developer's own
+    made.hub.stand_in(monkeypatch, tmp_path / "hf")
     made.start()
     yield made
     made.hub.door.set()
