@@ -1,6 +1,7 @@
 """`make bench-http`: what a streamed token costs in the ingress, the driver and the proxy, into benchmarks/results/http.json.
 
-The whole server with a model so small that its rank costs next to nothing, once behind each of Serve's two proxies.
+The whole server with a model so small that its rank costs next to nothing, once behind each of Serve's two proxies, and once behind
+the first as a cluster has it that was started without loray's settings.
 """
 
 import argparse
@@ -28,7 +29,8 @@ from benchmarks.cpu import HERE, machine, measure
 from loray.models.checkpoint import resolve_model
 
 RESULTS = HERE / "results" / "http.json"
-PROXIES = {"serve": [], "haproxy": ["RAY_SERVE_ENABLE_HA_PROXY=1", "RAY_SERVE_DIRECT_INGRESS_MIN_DRAINING_PERIOD_S=1"]}
+PROXIES = {"serve": [], "object_streams": ["RAY_SERVE_PROXY_USE_GRPC=0"]}
+PROXIES |= {"haproxy": ["RAY_SERVE_ENABLE_HA_PROXY=1", "RAY_SERVE_DIRECT_INGRESS_MIN_DRAINING_PERIOD_S=1"]}
 TITLES = {"ray::ServeReplica:loray:Ingress": "ingress", "ray::ServeReplica:loray:Driver": "driver", "ray::Proxy": "proxy"}
 TITLES |= {"ray::HAProxy": "proxy", "haproxy": "proxy", "ray::Rank": "rank"}
 FIELDS = ["hidden_size=48", "intermediate_size=96", "num_hidden_layers=1", "num_attention_heads=3", "num_key_value_heads=1"]
@@ -118,7 +120,7 @@ def measure_here(model: Path) -> None:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--only", choices=PROXIES, help="one of the two proxies; writes no results")
+    parser.add_argument("--only", choices=PROXIES, help="one of them; writes no results")
     parser.add_argument("--model", type=Path, help="serve this folder here and measure it: what the command does with its child")
     arguments = parser.parse_args()
     if arguments.model:

@@ -13,6 +13,7 @@ from ray import serve
 from benchmarks.workload import CASES, NEW_TOKENS, Arrivals, Case
 from loray.deployments.app import build
 from loray.deployments.config import ServerArgs
+from loray.deployments.serve_transport import choose_grpc
 
 PORT = 8321
 
@@ -36,6 +37,7 @@ async def run(case: Case, num_tokens: int, label: str) -> Arrivals:
 
 
 def main(model: Path, adapters: Path) -> None:
+    choose_grpc()
     ray.init(address="local", include_dashboard=False, num_cpus=4, log_to_driver=False)
     serve.start(http_options={"host": "127.0.0.1", "port": PORT})
     args = {"model": {"id": str(model)}, "device": "cpu", "adapters": {"local_roots": [str(adapters)]}}

@@ -26,6 +26,7 @@ from loray.cluster.placement import total_cpus
 from loray.deployments.config import ServerArgs
 from loray.deployments.launch_plan import LaunchError, Overrides, Plan, make_plan
 from loray.deployments.model_check import check_model
+from loray.deployments.serve_transport import choose_grpc
 from loray.models.checkpoint import CheckpointError
 
 OBJECT_STORE_BYTES = 128 << 20  # tokens and tensors never pass through Ray's object store
@@ -89,6 +90,7 @@ def _ray(args: ServerArgs) -> Iterator[None]:
     device = "cpu" if args.device == "cpu" else "cuda"
     needed = args.driver.max_replicas * total_cpus(args.tensor_parallel_size, device, args.ingress.max_replicas)
     _quiet()
+    choose_grpc()
     try:
         ray.init(
             address="local",

@@ -16,6 +16,7 @@ from ray import serve
 
 from loray.deployments.app import build
 from loray.deployments.config import ServerArgs
+from loray.deployments.serve_transport import choose_grpc
 from loray.models.converted import cache_folder
 from tests.models.tiny_llama import save_adapter, save_llama
 from tests.tiny_tokenizer import save_tiny_tokenizer, tiny_tokenizer
@@ -68,6 +69,7 @@ def own_cache(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
 @pytest.fixture(scope="session")
 def serve_url(own_cache: Path) -> Iterator[str]:
     os.environ["RAY_SERVE_QUEUE_LENGTH_RESPONSE_DEADLINE_S"] = "1"
+    choose_grpc()
     ray.init(address="local", include_dashboard=False, num_cpus=8, log_to_driver=False)
     port = free_port()
     serve.start(http_options={"host": "127.0.0.1", "port": port})

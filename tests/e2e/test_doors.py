@@ -203,3 +203,14 @@ def test_health_info_and_metrics_answer(app: App) -> None:
     assert info["max_total_tokens"] == 2048 and info["model_dtype"] == "float32" and info["attention"]
     assert info["max_batch_total_tokens"] == info["kv_blocks"] * BLOCK_SIZE
     assert re.search(r"^loray_driver_kv_blocks\{replica=\"\w+\"\} \d", httpx.get(app.url + "/metrics").text, re.MULTILINE)
+
+
+def test_an_answer_of_many_megabytes_comes_whole(app: App, tiny_model: Path) -> None:
+    """Serve's way to its replicas has limits of its own."""
+    num_tokens, num_choices = 600, 6
+    wanted = {"max_tokens": num_tokens, "ignore_eos": True, "n": num_choices, "logprobs": True, "top_logprobs": 20}
+    messages = [{"role": "user", "content": PROMPT}]
+    response = app.post("/v1/chat/completions", {"model": str(tiny_model), "messages": messages, "temperature": 1, **wanted})
+    assert response.status_code == 200, response.text[:500]
+    assert len(response.content) > 4 << 20
+    assert response.json()["usage"]["completion_tokens"] == num_tokens * num_choices
