@@ -15,9 +15,10 @@ from typing import Any
 import psutil
 
 from benchmarks.adapters_check import check_tokens
-from benchmarks.adapters_server import MemoryWatch, Served, serving
+from benchmarks.adapters_server import Served, cluster_processes, serving, watching
 from benchmarks.adapters_traffic import Answer, Client, Wish, first_tokens, gaps, measured, outcomes, quantiles
 from benchmarks.adapters_zoo import Zoo
+from benchmarks.memory_watch import MemoryWatch
 
 RANKS = (16, 8, 32, 4, 64)  # by popularity, over and over; the middle first, so that the mean request has about the mean rank
 STAYING_RANKS = (4, 8, 8, 16, 16, 32, 32, 64)
@@ -123,8 +124,8 @@ class ZipfBench:
         await client.closed_loop([Wish(2 * WARM_UP + i, name, NUM_PROMPT, 1) for i, name in enumerate(self._staying)], 1)
         await client.closed_loop(self._staying_wishes(warm_up), NUM_CLIENTS)
         before = await _timed(client, staying[:half])
-        watch = MemoryWatch()
-        async with watch.running():
+        watch = MemoryWatch(cluster_processes)
+        async with watching(watch, client.stats):
             await client.closed_loop(warm_up, NUM_CLIENTS)
             zipf = await self._zipf(client, "small tiers")
         await client.closed_loop([Wish(3 * WARM_UP + i, name, NUM_PROMPT, 1) for i, name in enumerate(self._staying)], 1)

@@ -3,7 +3,7 @@
 import itertools
 import statistics
 import time
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import Any, NamedTuple
 
 import msgspec
@@ -24,12 +24,13 @@ class Load:
         self._bench = bench
         self._num_sent = 0
 
-    def run(self, names: Iterable[str], num_clients: int, num_new: int) -> dict[str, Any]:
-        """A request for each adapter's name; an empty one is the base model."""
-        wanted = iter(names)
+    def run(self, names: Iterable[str], num_clients: int, num_new: int | Callable[[int], int]) -> dict[str, Any]:
+        """A request for each adapter's name; an empty one is the base model. num_new: tokens of an answer, or of the one of a number."""
+        lengths = num_new if callable(num_new) else lambda number: num_new
+        wanted = ((name, lengths(number)) for number, name in enumerate(names))
         started = time.perf_counter()
         timed: dict[str, Timed] = {}
-        num_open = sum(self._send(name, num_new, timed) for name in itertools.islice(wanted, num_clients))
+        num_open = sum(self._send(*request, timed) for request in itertools.islice(wanted, num_clients))
         while num_open:
             events = msgspec.msgpack.decode(self._bench.socket.recv(), type=list[TokenEvent])
             now = time.perf_counter()
@@ -38,7 +39,7 @@ class Load:
                 timed[event.request_id].times.extend([now] * len(event.token_ids))
                 if event.is_last:
                     num_open -= 1
-                    num_open += sum(self._send(name, num_new, timed) for name in itertools.islice(wanted, 1))
+                    num_open += sum(self._send(*request, timed) for request in itertools.islice(wanted, 1))
         return _summary(list(timed.values()), time.perf_counter() - started)
 
     def _send(self, name: str, num_new: int, timed: dict[str, Timed]) -> int:

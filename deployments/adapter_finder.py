@@ -11,6 +11,7 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager, ExitStack
 from typing import Protocol, TypeVar
 
+from loray.deployments.adapter_accounts import account_of
 from loray.deployments.adapters import Adapter
 from loray.deployments.counting import counted
 from loray.deployments.errors import Overloaded
@@ -38,6 +39,9 @@ class Store(Protocol):
     def named(self, ref: AdapterRef) -> AdapterRef: ...
     def forget(self, ref: AdapterRef) -> None: ...
     def remove(self, ref: AdapterRef, path: str = "") -> None: ...
+    def hold(self, path: str) -> None: ...
+    def let_go(self, path: str) -> bool: ...
+    def free(self, path: str) -> None: ...
     def disk_bytes(self, ref: AdapterRef, path: str = "") -> int: ...
     def is_private(self, ref: AdapterRef) -> bool: ...
     def names(self) -> list[str]: ...
@@ -84,6 +88,10 @@ class AdapterFinder:
         """Delete what of it is on disk and may go."""
         await asyncio.get_running_loop().run_in_executor(self._removers, lambda: self._store.remove(ref, path))
 
+    async def free(self, path: str) -> None:
+        """Delete a folder that was removed while it was needed."""
+        await asyncio.get_running_loop().run_in_executor(self._removers, lambda: self._store.free(path))
+
     async def left_on_disk(self, known: list[AdapterRef]) -> list[tuple[AdapterRef, Adapter]]:
         """Downloads of an earlier process that none of these references means, in the versions that `find` would give them."""
         return [(ref, _of_its_place(adapter)) for ref, adapter in await self.look(lambda: self._store.left_on_disk(known))]
@@ -126,6 +134,7 @@ class AdapterFinder:
     async def _found(self, ref: AdapterRef) -> Adapter:
         executor = self._readers if self._store.is_local(ref) else self._finders
         adapter = await asyncio.get_running_loop().run_in_executor(executor, lambda: self._store.find(ref))
+        adapter.account = account_of(self._store.named(ref), adapter.path)
         return _of_its_place(adapter)
 
     async def _merged(self, ref: AdapterRef, recipe: MergeRecipe) -> Adapter:

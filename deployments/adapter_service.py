@@ -45,7 +45,7 @@ class AdapterService:
     def __init__(self, store: Store, engine: Engine, max_waiting: int, page_bytes: int) -> None:
         self._store = store
         self._engine = engine
-        self._folders = NeededFolders()
+        self._folders = NeededFolders(store, lambda path: self._in_background(self._finder.free(path)))
         self._finder = AdapterFinder(store, max_waiting, self._folders.needed)
         self._page_bytes = page_bytes
         self._loads = asyncio.Semaphore(NUM_LOADS)
@@ -84,10 +84,6 @@ class AdapterService:
         adapter = await self.find(ref)
         with self._folders.needed(adapter):
             return await self._finder.look(lambda: adapter_template(Path(adapter.path), ref.adapter_id))
-
-    def in_use(self, path: str) -> bool:
-        """Whether a request needs the files in this folder, or they are pinned. Any thread may ask."""
-        return path in self._folders
 
     @contextmanager
     def counted(self, ref: AdapterRef, adapter: Adapter) -> Iterator[Callable[[str], None]]:

@@ -3,13 +3,14 @@
 import hashlib
 import posixpath
 import re
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Protocol
 
 from huggingface_hub.errors import HFValidationError
 from huggingface_hub.utils import validate_repo_id
 
+from loray.deployments.checksums import Digest
 from loray.deployments.errors import AdapterFailed, InvalidRequest
 from loray.deployments.request import SOURCES, AdapterRef
 from loray.models.adapter_config import CONFIG_FILE
@@ -53,6 +54,7 @@ class Offer:
     files: dict[str, int]  # name -> bytes
     stamp: str  # differs when the files do; "" = the source can't tell
     is_private: bool = False  # not everybody may read it
+    digests: dict[str, Digest] = field(default_factory=dict)  # by file name, of those that the source tells
 
     @property
     def num_bytes(self) -> int:
@@ -68,7 +70,7 @@ class Source(Protocol):
     def describe(self, place: Place, token: str) -> Offer: ...
 
     def fetch(self, place: Place, offer: Offer, token: str, folder: Path) -> None:
-        """Write the files of the offer, whole, into the folder."""
+        """Write the files of the offer, whole and with their digests, into the folder."""
 
     def may_read(self, place: Place, token: str) -> bool: ...
 

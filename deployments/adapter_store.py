@@ -53,16 +53,15 @@ class _Wish:
 
 
 class AdapterStore:
-    """`in_use` says whether a folder may not be deleted, `merge` merges adapters and raises AdapterError; who can sets them."""
+    """`merge` merges adapters and raises AdapterError; who can sets it."""
 
     def __init__(self, args: AdapterArgs, lora_shapes: Shapes, cache: Path) -> None:
-        self.in_use: Callable[[str], bool] = lambda path: False
         self.merge: Merge
         self._lora_shapes = lora_shapes
         self._default_source = args.default_source
         self._max_bytes = int(args.disk_bytes)
         self._files = AdapterFiles(args.local_roots, lora_shapes)
-        self._cache = DiskCache(cache, self._max_bytes, lambda path: self.in_use(path))
+        self._cache = DiskCache(cache, self._max_bytes)
         urls = UrlSource(args.allowed_urls, args.storage_options)
         self._sources: dict[str, Source] = {"hub": HubSource(), **dict.fromkeys(URL_SCHEMES, urls)}
         self._listing = AdapterListing(self._files, self._cache, self._sources, args.default_source)
@@ -109,21 +108,14 @@ class AdapterStore:
         """Downloads that none of these references means: others made them. Nothing but their place and version is looked up."""
         keys = set(map(self._key, known))
         left = []
-        for entry, ref, place in self._downloads():
-            if place.key not in keys:
-                path = self._cache.path(place.key, entry.version)
-                left.append((self.named(ref), Adapter(entry.name, entry.version, str(path), num_pages=0)))
-        return left
-
-    def _downloads(self) -> Iterator[tuple[Entry, AdapterRef, Place]]:
-        """All on disk that have a name, whoever made them."""
         for entry in self._cache.entries():
             ref = AdapterRef(adapter_id=entry.name, source="" if "://" in entry.name else "hub")
-            try:
-                place = place_of(ref, self._default_source)
-            except InvalidRequest:
-                continue
-            yield entry, ref, place
+            with contextlib.suppress(InvalidRequest):  # a merge: it has no name
+                key = place_of(ref, self._default_source).key
+                if key not in keys:
+                    path = self._cache.path(key, entry.version)
+                    left.append((self.named(ref), Adapter(entry.name, entry.version, str(path), num_pages=0)))
+        return left
 
     def forget(self, ref: AdapterRef) -> None:
         """The next find asks the source; where that fails, what is on disk is served on, unless the source says that it is no more.
@@ -135,13 +127,25 @@ class AdapterStore:
         self._failures.drop(lambda asker: asker[0] == key)
 
     def remove(self, ref: AdapterRef, path: str = "") -> None:
-        """Deletes its download. Folders of the configured roots are never touched. path: of a merge, which nothing else tells."""
+        """Deletes its download; what is held is for `free`. The configured roots are left alone. path: of a merge; only it tells."""
         self.forget(ref)
         key = self._key(ref)
         self._readers.drop(lambda asker: asker[0] == key)
         self._cache.remove(self._key(ref, path))
         self._stale.discard(key)
         self._unrenewed.pop(key, None)
+
+    def hold(self, path: str) -> None:
+        """The files in this folder stay on disk until they are let go. Never blocks."""
+        self._cache.hold(path)
+
+    def let_go(self, path: str) -> bool:
+        """Whether it is to be freed, since it was removed meanwhile. Never blocks."""
+        return self._cache.let_go(path)
+
+    def free(self, path: str) -> None:
+        """Deletes a folder that was removed while it was held."""
+        self._cache.free(path)
 
     def is_local(self, ref: AdapterRef) -> bool:
         return place_of(ref, self._default_source).source == "local"
@@ -292,4 +296,4 @@ class AdapterStore:
             with self._cache.staging(place.key, num_bytes) as folder:
                 yield folder
         except DiskFull as error:
-            raise AdapterFailed(f"adapter {place.name!r}: the disk cache is full of adapters in use: {error}") from None
+            raise AdapterFailed(f"adapter {place.name!r}: {error}") from None

@@ -18,6 +18,7 @@ class Adapter:
     num_pages: int
     signature: str = ""  # of the files, as they were validated
     rank: int = 0  # the largest of its modules
+    account: str = ""  # whom its tokens are charged to, whatever a request calls it; "" = its id
     extra_bytes: int = 0  # at most, of what a rank keeps of it beside its pages
     page_ids: list[int] = field(default_factory=list)  # empty = not in the pool
     references: int = 0  # unfinished requests that use it

@@ -2,27 +2,33 @@
 
 <key>/entry.json says which version of a place is to be used, <key>/<version>/ holds it; a version is the hash of its files, so that
 another content is another folder. partial/<key>.<bytes>/ is being downloaded. What counts is the disk: nothing is kept in memory.
+A process that needs a version's files holds a lock on it; whoever deletes it has that lock for himself.
 """
 
 import logging
 import os
 import shutil
 import threading
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+import time
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager, suppress
 from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
 
 import msgspec
-from filelock import FileLock, Timeout
 
 from loray.deployments.adapter_files import content_hash
 from loray.deployments.adapter_sources import EXTRA_FILES, FILES
+from loray.deployments.node_locks import NodeLocks
 
 logger = logging.getLogger("ray.serve.loray")
 
 ENTRY_FILE = "entry.json"
+REMOVED_FILE = "removed"  # in a version's folder: to be deleted as soon as nobody holds it
+FOUND_S = 0.2  # that may pass between finding an adapter and holding its files
+PARTIAL, LOCK_FILE = "partial", "lock"  # beside the keys; no key is written so
+ROOM = "room"  # nor so
 
 
 class Entry(msgspec.Struct, frozen=True):
@@ -44,14 +50,11 @@ class _Held:
 
 
 class DiskCache:
-    """in_use: whether a version's folder has to stay."""
-
-    def __init__(self, folder: Path, max_bytes: int, in_use: Callable[[str], bool]) -> None:
+    def __init__(self, folder: Path, max_bytes: int) -> None:
         self._folder = folder
-        self._partial = folder / "partial"
-        self._locks = folder / "locks"
+        self._partial = folder / PARTIAL
+        self._locks = NodeLocks(folder / LOCK_FILE)
         self._max_bytes = max_bytes
-        self._in_use = in_use
         self._is_clean = False
         self._cleaning = threading.Lock()
 
@@ -69,7 +72,7 @@ class DiskCache:
         """Of each key's entry, what changes with it; none is read."""
         stamps: dict[str, str] = {}
         with suppress(OSError), os.scandir(self._folder) as keys:
-            for key in islice(keys, max_keys):
+            for key in islice((key for key in keys if key.name not in (PARTIAL, LOCK_FILE)), max_keys):
                 with suppress(OSError):  # no key, or removed meanwhile
                     entry = os.stat(f"{key.path}/{ENTRY_FILE}")
                     stamps[key.name] = f"{entry.st_ino}-{entry.st_mtime_ns}"
@@ -92,18 +95,33 @@ class DiskCache:
     def num_bytes(self, key: str) -> int:
         return sum(held.num_bytes for held in self._held(self._folder / key))
 
-    @contextmanager
-    def only_one(self, key: str) -> Iterator[None]:
-        """Of all processes on this node; the lock's file stays, since removing it would let two in."""
-        self._locks.mkdir(parents=True, exist_ok=True)
-        with FileLock(self._locks / f"{key}.lock"):
-            yield
+    def hold(self, path: str) -> None:
+        """Its files stay until they are let go. Waits for nobody; folders that are not of this cache need no such thing."""
+        if self._is_here(Path(path)):
+            self._locks.share(_lock_name(Path(path)))
+
+    def let_go(self, path: str) -> bool:
+        """Whether it was removed meanwhile, so that it is to be freed."""
+        if not self._is_here(Path(path)):
+            return False
+        self._locks.unshare(_lock_name(Path(path)))
+        return (Path(path) / REMOVED_FILE).exists()
+
+    def free(self, path: str) -> None:
+        """Deletes what was removed while somebody held it, unless somebody still does or it was published again."""
+        with self.only_one(ROOM):
+            if (Path(path) / REMOVED_FILE).exists():
+                self._delete(Path(path))
+
+    def only_one(self, key: str) -> AbstractContextManager[None]:
+        """Of all processes on this node."""
+        return self._locks.only_one(key)
 
     @contextmanager
     def staging(self, key: str, num_bytes: int) -> Iterator[Path]:
         """A folder to download into, for who is the only one of its key; room for num_bytes is made before."""
         self._clean()
-        with self.only_one("room"):  # held while files are counted and deleted, never while any are read from afar
+        with self.only_one(ROOM):  # held while files are counted and deleted, never while any are read from afar
             for left in self._partial.glob(f"{key}.*"):  # by a process that died
                 shutil.rmtree(left, ignore_errors=True)
             self._make_room(num_bytes)
@@ -118,28 +136,34 @@ class DiskCache:
         """From now on this is the key's version. Nobody looks into the folder before the entry names it."""
         folder = self.path(key, entry.version)
         stays = is_whole(folder, entry.version)  # who uses it would notice other files, even equal ones
-        with self.only_one("room"):
+        with self.only_one(ROOM):
             folder.mkdir(parents=True, exist_ok=True)
-            for name in () if stays else FILES:
-                os.replace(staged / name, folder / name)
+            for name in FILES:
+                if not (stays and (folder / name).exists()):  # another process may have evicted it since
+                    os.replace(staged / name, folder / name)
             for name in EXTRA_FILES:  # of no version: they change without it
                 if (staged / name).exists():
                     os.replace(staged / name, folder / name)
                 else:
                     (folder / name).unlink(missing_ok=True)
+            (folder / REMOVED_FILE).unlink(missing_ok=True)
             self.touch(folder)
             self.set_entry(key, entry)
             shutil.rmtree(staged, ignore_errors=True)
         return folder
 
     def remove(self, key: str) -> None:
-        """Versions in use stay until their room is needed."""
+        """Versions that somebody holds stay until they are let go. Takes a moment, in which those who have found one may hold it."""
         if not (self._folder / key).is_dir():
             return
-        with self.only_one(key), self.only_one("room"):
-            (self._folder / key / ENTRY_FILE).unlink(missing_ok=True)
-            for held in self._held(self._folder / key):
-                if not self._in_use(str(held.path)):
+        with self.only_one(key):
+            with self.only_one(ROOM):
+                (self._folder / key / ENTRY_FILE).unlink(missing_ok=True)
+            time.sleep(FOUND_S)
+            with self.only_one(ROOM):
+                for held in self._held(self._folder / key):
+                    with suppress(OSError):  # a full disk: it is deleted now or evicted later
+                        (held.path / REMOVED_FILE).touch()  # before it is tried: who lets it go later sees this
                     self._delete(held.path)
 
     def _held(self, folder: Path) -> list[_Held]:
@@ -153,39 +177,64 @@ class DiskCache:
         return held
 
     def _make_room(self, num_bytes: int) -> None:
-        keys = [folder for folder in self._folder.iterdir() if folder not in (self._partial, self._locks)]
+        keys = [folder for folder in self._folder.iterdir() if folder != self._partial]
         held = sorted((one for key in keys for one in self._held(key)), key=lambda one: one.last_used)
         coming = sum(int(folder.name.rpartition(".")[2]) for folder in self._partial.glob("*.*"))
         excess = sum(one.num_bytes for one in held) + coming + num_bytes - self._max_bytes
-        idle = [one for one in held if not self._in_use(str(one.path))]
+        if excess <= 0:
+            return
+        are_free = self._locks.are_free([_lock_name(one.path) for one in held])
+        idle = [one for one, is_free in zip(held, are_free, strict=True) if is_free]
         if excess > sum(one.num_bytes for one in idle):
-            raise DiskFull(f"{num_bytes} bytes are more than adapters.disk_bytes ({self._max_bytes}) has left")
+            raise self._full(num_bytes, sum(one.num_bytes for one in held if one not in idle), coming)
         for one in idle:
             if excess <= 0:
-                break
-            logger.info("evicting %s from the disk cache: %d bytes", one.path.parent.name, one.num_bytes)
-            self._delete(one.path)
-            excess -= one.num_bytes
+                return
+            if self._delete(one.path):
+                logger.info("evicted %s from the disk cache: %d bytes", one.path.parent.name, one.num_bytes)
+                excess -= one.num_bytes
+        if excess > 0:  # somebody holds since what was idle a moment ago
+            raise self._full(num_bytes, sum(one.num_bytes for one in held if one.path.exists()), coming)
 
-    def _delete(self, version: Path) -> None:
-        entry = self.entry(version.parent.name)
-        if entry and entry.version == version.name:
-            (version.parent / ENTRY_FILE).unlink(missing_ok=True)
-        shutil.rmtree(version, ignore_errors=True)
+    def _full(self, num_bytes: int, num_held: int, num_coming: int) -> DiskFull:
+        if num_bytes > self._max_bytes:
+            return DiskFull(f"{num_bytes} bytes on disk are more than adapters.disk_bytes ({self._max_bytes})")
+        return DiskFull(
+            f"there is no room for {num_bytes} bytes on disk now: of adapters.disk_bytes ({self._max_bytes}) adapters in use take "
+            f"{num_held} and downloads under way {num_coming}"
+        )
+
+    def _is_here(self, version: Path) -> bool:
+        return version.parent.parent == self._folder
+
+    def _delete(self, version: Path) -> bool:
+        """Whether nobody held it."""
+        with self._locks.if_free(_lock_name(version)) as is_free:
+            if is_free:
+                entry = self.entry(version.parent.name)
+                if entry and entry.version == version.name:
+                    (version.parent / ENTRY_FILE).unlink(missing_ok=True)
+                shutil.rmtree(version, ignore_errors=True)
         with suppress(OSError):  # it has other versions
             version.parent.rmdir()
+        return is_free
 
     def _clean(self) -> None:
-        """Once in a process: removes downloads that a dead process left, so that they do not count."""
+        """Once in a process: removes what a dead process had not downloaded or deleted to the end, so that it does not count."""
         with self._cleaning:
             if self._is_clean:
                 return
             self._is_clean = True
-            self._locks.mkdir(parents=True, exist_ok=True)
             for left in self._partial.glob("*.*"):
-                lock = FileLock(self._locks / f"{left.name.rpartition('.')[0]}.lock")
-                with suppress(Timeout), lock.acquire(timeout=0):
-                    shutil.rmtree(left, ignore_errors=True)
+                with self._locks.if_free(left.name.rpartition(".")[0]) as is_free:
+                    if is_free:
+                        shutil.rmtree(left, ignore_errors=True)
+            for mark in self._folder.glob(f"*/*/{REMOVED_FILE}"):
+                self.free(str(mark.parent))
+
+
+def _lock_name(version: Path) -> str:
+    return f"{version.parent.name}/{version.name}"
 
 
 def is_whole(folder: Path, version: str) -> bool:

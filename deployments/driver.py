@@ -23,6 +23,7 @@ from loray.cluster.channel import Address
 from loray.cluster.group import RankGroup
 from loray.cluster.merge_task import Merger
 from loray.cluster.rank import RankSpec
+from loray.deployments.adapter_accounts import account_weights
 from loray.deployments.adapter_service import AdapterService
 from loray.deployments.adapter_store import AdapterStore
 from loray.deployments.adapter_tiers import AdapterTiers
@@ -80,7 +81,7 @@ class Driver:
         store = AdapterStore(args.adapters, reports[0].lora_shapes, cache_folder() / "adapters")
         page_bytes = max(report.page_bytes for report in reports)
         self._adapters = AdapterService(store, self._engine, args.adapters.max_waiting, page_bytes)
-        store.in_use, store.merge = self._adapters.in_use, Merger()
+        store.merge = Merger()
         self._info = driver_info(args, spec, reports[0], self._engine.stats())
         logger.info("ready in %.1f s: %s", time.monotonic() - started, self._info)
 
@@ -186,7 +187,7 @@ def start_engine(
     page_bytes = max(report.page_bytes for report in reports)
     tiers = AdapterTiers(AdapterTable(num_pages), HostTier(args.adapters.host_bytes, page_bytes))
     blocks = BlockPool(num_blocks, BLOCK_SIZE, has_cache=reports[0].has_blocks)
-    scheduler = Scheduler(blocks, tiers.table, args.scheduler.max_batch_tokens, args.scheduler.max_running, args.adapters.weights)
+    scheduler = Scheduler(blocks, tiers.table, args.scheduler.max_batch_tokens, args.scheduler.max_running, account_weights(args.adapters))
     limits = QueueLimits(args.scheduler.max_waiting, args.adapters.max_waiting)
     engine = Engine(scheduler, tiers, group.steps, eos_ids, limits)
     group.host_reports.start(engine.prepared)

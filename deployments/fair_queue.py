@@ -17,15 +17,15 @@ from loray.deployments.sequence import Sequence
 MAX_DEAD_ENTRIES = 64  # of a lane, beyond as many as it has live ones
 
 
-def adapter_id_of(sequence: Sequence) -> str:
-    return sequence.adapter.adapter_id if sequence.adapter else ""
+def account_of(adapter: Adapter | None) -> str:
+    return adapter.account or adapter.adapter_id if adapter else ""
 
 
 class Account:
     """What one adapter was served, and what it has here, all its versions together."""
 
-    def __init__(self, adapter_id: str, weight: float, served: float) -> None:
-        self.adapter_id = adapter_id
+    def __init__(self, name: str, weight: float, served: float) -> None:
+        self.name = name
         self.weight = weight
         self.served = served  # tokens, divided by the weight
         self.lines: dict[Adapter | None, Line] = {}  # by version; none is empty
@@ -94,8 +94,8 @@ class FairQueue:
 
     def __init__(self, weights: Mapping[str, float]) -> None:
         assert all(weight > 0 for weight in weights.values()), "an adapter's weight is above 0"
-        self._weights = weights
-        self._accounts: dict[str, Account] = {}  # of the adapters that have requests
+        self._weights = weights  # by account, or by adapter id
+        self._accounts: dict[str, Account] = {}  # of the adapters that have requests, by name
         self._running: dict[str, Account] = {}  # those of them that run
         self._inside, self._outside = Lane(), Lane()  # of the base model and the adapters in the pool; of the others
         self._is_outside_shown = True
@@ -108,25 +108,26 @@ class FairQueue:
         """Sequences that wait."""
         return self._num_waiting + len(self._held)
 
-    def num_waiting_of(self, adapter_id: str) -> int:
-        account = self._accounts.get(adapter_id)
+    def num_waiting_of(self, account_name: str) -> int:
+        account = self._accounts.get(account_name)
         return account.num_waiting if account else 0
 
-    def weight_of(self, adapter_id: str) -> float:
-        return self._weights.get(adapter_id, 1.0)
+    def weight_of(self, sequence: Sequence) -> float:
+        """Of its adapter."""
+        return self._accounts[account_of(sequence.adapter)].weight
 
     def served(self, sequence: Sequence) -> float:
         """Tokens that its adapter was served, for its weight."""
-        return self._accounts[adapter_id_of(sequence)].served
+        return self._accounts[account_of(sequence.adapter)].served
 
     def charge(self, sequence: Sequence, num_tokens: int) -> None:
-        account = self._accounts[adapter_id_of(sequence)]
+        account = self._accounts[account_of(sequence.adapter)]
         account.served += num_tokens / account.weight
 
     def refund(self, sequence: Sequence, num_tokens: int) -> None:
         """What was charged for a row that is not computed after all."""
         self.charge(sequence, -num_tokens)
-        for line in self._accounts[adapter_id_of(sequence)].lines.values():
+        for line in self._accounts[account_of(sequence.adapter)].lines.values():
             if line.entry:  # a lane finds the entries that are too low by itself, not those that are too high
                 self._lane_of(line).push(line)
 
@@ -134,16 +135,17 @@ class FairQueue:
         if sequence.waits_for_grammar:
             self._held[sequence] = None
             return
-        adapter_id = adapter_id_of(sequence)
-        if adapter_id not in self._accounts:
-            self._accounts[adapter_id] = Account(adapter_id, self.weight_of(adapter_id), self._floor())
+        name = account_of(sequence.adapter)
+        if name not in self._accounts:
+            weight_by_id = self._weights.get(sequence.adapter.adapter_id, 1.0) if sequence.adapter else 1.0
+            self._accounts[name] = Account(name, self._weights.get(name, weight_by_id), self._floor())
         self._insert(sequence)
 
     def take(self, sequence: Sequence) -> None:
         """It waits no longer, it runs."""
-        account = self._accounts[adapter_id_of(sequence)]
+        account = self._accounts[account_of(sequence.adapter)]
         account.num_running += 1
-        self._running[account.adapter_id] = account
+        self._running[account.name] = account
         self._remove(sequence)
         line = account.lines.get(sequence.adapter)
         if line:
@@ -152,7 +154,7 @@ class FairQueue:
     def put_back(self, sequence: Sequence) -> None:
         """It runs no longer, and waits ahead of those of its version that came later."""
         self._insert(sequence)
-        self._accounts[adapter_id_of(sequence)].lines[sequence.adapter].sequences.move_to_end(sequence, last=False)
+        self._accounts[account_of(sequence.adapter)].lines[sequence.adapter].sequences.move_to_end(sequence, last=False)
         self._stop(sequence)
 
     def forget(self, sequence: Sequence) -> None:
@@ -164,9 +166,9 @@ class FairQueue:
             self._remove(sequence)
         else:
             self._stop(sequence)
-        account = self._accounts[adapter_id_of(sequence)]
+        account = self._accounts[account_of(sequence.adapter)]
         if not account.num_running and not account.num_waiting:
-            del self._accounts[account.adapter_id]
+            del self._accounts[account.name]
 
     def wake_loaded(self) -> None:
         """Adapters that have become ready since the last call get in line, and so do sequences whose grammars have."""
@@ -205,7 +207,7 @@ class FairQueue:
 
     def placed(self, sequence: Sequence) -> None:
         """Its adapter is in the pool now, so its line is among those inside, whoever else is looked at."""
-        self._inside.push(self._accounts[adapter_id_of(sequence)].lines[sequence.adapter])
+        self._inside.push(self._accounts[account_of(sequence.adapter)].lines[sequence.adapter])
 
     def next_adapters(self, limit: int) -> list[Adapter]:
         """Adapters outside the pool that wait for their turn: those that are not ready, then the others in the order of their turns."""
@@ -224,7 +226,7 @@ class FairQueue:
         return self._inside if line.adapter is None or line.adapter.page_ids else self._outside
 
     def _insert(self, sequence: Sequence) -> None:
-        account = self._accounts[adapter_id_of(sequence)]
+        account = self._accounts[account_of(sequence.adapter)]
         line = account.lines.get(sequence.adapter)
         if line is None:
             line = account.lines[sequence.adapter] = Line(account, sequence.adapter, self._num_lines)
@@ -235,7 +237,7 @@ class FairQueue:
         self._num_waiting += 1
 
     def _remove(self, sequence: Sequence) -> None:
-        account = self._accounts[adapter_id_of(sequence)]
+        account = self._accounts[account_of(sequence.adapter)]
         line = account.lines[sequence.adapter]
         del line.sequences[sequence]
         if not line.sequences:
@@ -246,7 +248,7 @@ class FairQueue:
         self._num_waiting -= 1
 
     def _stop(self, sequence: Sequence) -> None:
-        account = self._accounts[adapter_id_of(sequence)]
+        account = self._accounts[account_of(sequence.adapter)]
         account.num_running -= 1
         if not account.num_running:
-            del self._running[account.adapter_id]
+            del self._running[account.name]

@@ -9,10 +9,12 @@ from huggingface_hub import HfApi, hf_hub_url
 from huggingface_hub.errors import EntryNotFoundError, HfHubHTTPError, RepositoryNotFoundError, RevisionNotFoundError
 
 from loray.deployments.adapter_sources import EXTRA_FILES, FILES, PICKLE_FILE, Offer, Place, missing_file
+from loray.deployments.checksums import digest_of, mismatch
 from loray.deployments.errors import AdapterFailed, AdapterNotFound, LorayError
 from loray.models.adapter_config import CONFIG_FILE
 
 TIMEOUT_S = 10.0  # for the hub to say something
+NUM_ATTEMPTS = 2  # at a file that came with another digest; what breaks off is gone on with by the hub's own client
 
 
 class HubSource:
@@ -28,6 +30,7 @@ class HubSource:
                 place.address, revision=place.revision or None, files_metadata=True, token=token or False, timeout=TIMEOUT_S
             )
         sizes = {file.rfilename: file.size for file in info.siblings or []}
+        hashes = {file.rfilename: file.lfs.sha256 for file in info.siblings or [] if file.lfs}
         for name in FILES:
             if sizes.get(name) is None:
                 raise missing_file(place, name, has_pickle=PICKLE_FILE in sizes)
@@ -35,14 +38,22 @@ class HubSource:
             raise not_found(place)
         is_private = bool(info.private or info.gated) or (token != "" and not self.may_read(place, ""))
         files = {name: sizes[name] for name in (*FILES, *EXTRA_FILES) if sizes.get(name) is not None}
-        return Offer(files, stamp=info.sha or "", is_private=is_private)
+        digests = {name: digest for name in files if (digest := digest_of("sha256", hashes.get(name, "")))}
+        return Offer(files, stamp=info.sha or "", is_private=is_private, digests=digests)
 
     def fetch(self, place: Place, offer: Offer, token: str, folder: Path) -> None:
-        with _translated(place):
-            for name in offer.files:
-                self._api.hf_hub_download(
-                    place.address, name, revision=offer.stamp or place.revision or None, local_dir=folder, token=token or False
-                )
+        revision = offer.stamp or place.revision or None
+        for name in offer.files:
+            for attempt in range(NUM_ATTEMPTS):
+                with _translated(place):
+                    self._api.hf_hub_download(
+                        place.address, name, revision=revision, local_dir=folder, token=token or False, force_download=attempt > 0
+                    )
+                difference = mismatch(folder / name, offer.digests.get(name))
+                if not difference:
+                    break
+            else:
+                raise AdapterFailed(f"adapter {place.name!r}: {difference}")
 
     def may_read(self, place: Place, token: str) -> bool:
         url = hf_hub_url(place.address, CONFIG_FILE, revision=place.revision or None, endpoint=self._api.endpoint)

@@ -47,7 +47,7 @@ class Scheduler:
         adapters: AdapterTable,
         max_batch_tokens: int,
         max_running: int,
-        weights: Mapping[str, float] | None = None,  # by adapter id, 1 where it has none
+        weights: Mapping[str, float] | None = None,  # by account or adapter id, 1 where it has none
     ) -> None:
         self.blocks = blocks
         self.adapters = adapters
@@ -62,8 +62,8 @@ class Scheduler:
         self._leaving: set[Adapter] = set()  # the pool, for one that finds no pages
         self.has_displaced = False  # an adapter left the pool while requests of it wait; what is pinned may keep it from coming back
 
-    def num_waiting_of(self, adapter_id: str) -> int:
-        return self.waiting.num_waiting_of(adapter_id)
+    def num_waiting_of(self, account: str) -> int:
+        return self.waiting.num_waiting_of(account)
 
     def next_adapters(self, limit: int) -> list[Adapter]:
         """Adapters outside the pool that wait for their turn, in that order."""

@@ -11,6 +11,7 @@ import fsspec  # type: ignore[import-untyped]
 from fsspec.callbacks import Callback  # type: ignore[import-untyped]
 
 from loray.deployments.adapter_sources import EXTRA_FILES, FILES, PICKLE_FILE, Offer, Place, missing_file, normal_url
+from loray.deployments.checksums import mismatch, told_digest
 from loray.deployments.errors import AdapterFailed, AdapterNotFound, InvalidRequest, LorayError
 from loray.models.model_folder import one_line
 
@@ -61,11 +62,12 @@ class UrlSource:
             info = self._extra_info(place, name)
             if info and isinstance(info.get("size"), int):
                 infos[name] = info
-        return Offer({name: info["size"] for name, info in infos.items()}, stamp=_stamp(infos))
+        digests = {name: digest for name, info in infos.items() if (digest := told_digest(place.source, info))}
+        return Offer({name: info["size"] for name, info in infos.items()}, stamp=_stamp(infos), digests=digests)
 
     def fetch(self, place: Place, offer: Offer, token: str, folder: Path) -> None:
-        for name, size in offer.files.items():
-            self._fetch_file(place, name, size, folder / name)
+        for name in offer.files:
+            self._fetch_file(place, offer, name, folder / name)
         if self.describe(place, token) != offer:  # the files may be of different versions
             raise AdapterFailed(f"adapter {place.name!r} was changed while it was read; ask again")
 
@@ -95,12 +97,16 @@ class UrlSource:
         except AdapterFailed:
             return None
 
-    def _fetch_file(self, place: Place, name: str, size: int, file: Path) -> None:
+    def _fetch_file(self, place: Place, offer: Offer, name: str, file: Path) -> None:
+        size = offer.files[name]
         for attempt in range(1, NUM_ATTEMPTS + 1):
             try:
                 self._system(place.source).get_file(f"{place.address}/{name}", str(file), callback=_Limit(size))
                 if (num_bytes := file.stat().st_size) != size:
                     raise EOFError(f"{name} has {size} bytes, {num_bytes} came")
+                difference = mismatch(file, offer.digests.get(name))
+                if difference and self._is_digest(place, name):
+                    raise EOFError(difference)
                 return
             except (OffTheList, TooLong) as error:
                 raise _failed(place, error) from None
@@ -108,6 +114,16 @@ class UrlSource:
                 if attempt == NUM_ATTEMPTS:
                     raise _failed(place, error) from None
             time.sleep(PAUSE_S * attempt)
+
+    def _is_digest(self, place: Place, name: str) -> bool:
+        """Where S3 encrypts with other keys than its own, or is of directory buckets, an ETag only looks like a digest."""
+        if place.source != "s3":
+            return True
+        system = self._system("s3")
+        bucket, key, _ = system.split_path(f"{place.address}/{name}")
+        head = system.call_s3("head_object", system.kwargs, Bucket=bucket, Key=key)
+        is_plain = head.get("ServerSideEncryption") in (None, "AES256") and not head.get("SSECustomerAlgorithm")
+        return is_plain and not bucket.endswith("--x-s3")
 
     def _system(self, scheme: str) -> Any:
         with self._making:

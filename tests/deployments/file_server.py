@@ -1,5 +1,6 @@
 """A real HTTP server over a folder whose answers a test can spoil, and one that speaks as the Hugging Face hub does."""
 
+import base64
 import hashlib
 import json
 import threading
@@ -60,6 +61,21 @@ class CutOnce:
         return True
 
 
+class Spoil:
+    """A rule: so many downloads bring as many bytes as they should, and other ones."""
+
+    def __init__(self, body: bytes, num_times: int) -> None:
+        self._body = body[:-1] + bytes([body[-1] ^ 1])
+        self._num_left = num_times
+
+    def __call__(self, handler: Handler) -> bool:
+        if handler.command != "GET" or not self._num_left:
+            return False
+        self._num_left -= 1
+        handler.reply(200, self._body, ETag='"spoilt"')
+        return True
+
+
 class FileServer(ThreadingHTTPServer):
     """Serves what is in `root`. A rule answers itself and returns True, or lets the server go on."""
 
@@ -68,6 +84,7 @@ class FileServer(ThreadingHTTPServer):
         self.root = root
         self.rules: dict[str, Callable[[Handler], bool]] = {}  # by path
         self.requests: list[tuple[str, str]] = []  # method, path
+        self.tells_digests = False
         self.url = f"http://127.0.0.1:{self.server_port}"
         threading.Thread(target=self.serve_forever, kwargs={"poll_interval": 0.01}, daemon=True).start()
 
@@ -75,7 +92,8 @@ class FileServer(ThreadingHTTPServer):
         file = self.root / handler.path.lstrip("/")
         if file.is_file():
             body = file.read_bytes()
-            handler.reply(200, body, ETag=f'"{hashlib.md5(body).hexdigest()}"')
+            digest = {"Content_MD5": base64.b64encode(hashlib.md5(body).digest()).decode()} if self.tells_digests else {}
+            handler.reply(200, body, ETag=f'"{hashlib.md5(body).hexdigest()}"', **digest)
         else:
             handler.reply(404)
 
@@ -131,10 +149,16 @@ class HubServer(FileServer):
         return digest.hexdigest()
 
     def _info(self, repo: str) -> dict[str, Any]:
-        files = [{"rfilename": file.name, "size": file.stat().st_size} for file in (self.root / repo).iterdir()]
+        files = [self._sibling(file) for file in (self.root / repo).iterdir()]
         is_gated = repo in self.gated
         is_private = repo in self.readers and not is_gated
         return {"id": repo, "sha": self.commit(repo), "private": is_private, "gated": "auto" if is_gated else False, "siblings": files}
+
+    def _sibling(self, file: Path) -> dict[str, Any]:
+        about = {"rfilename": file.name, "size": file.stat().st_size}
+        if file.suffix != ".safetensors":
+            return about
+        return {**about, "lfs": {"size": about["size"], "sha256": hashlib.sha256(file.read_bytes()).hexdigest(), "pointerSize": 134}}
 
     def _token(self, handler: Handler) -> str:
         return handler.headers.get("Authorization", "").removeprefix("Bearer ")

@@ -1,7 +1,10 @@
+import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
 
+from loray.deployments import adapter_files
 from loray.deployments.adapter_files import AdapterFiles, content_hash
 from loray.deployments.errors import AdapterFailed, AdapterNotFound
 from tests.deployments.peft_folder import SHAPES, make_pipe, save_folder
@@ -115,3 +118,18 @@ def test_a_stamp_changes_with_the_files_in_any_root(root: Path) -> None:
 def test_a_folder_fits_when_its_tensors_are_the_base_models(root: Path) -> None:
     assert AdapterFiles([root], SHAPES).fits(root / "small") and not AdapterFiles([root], SHAPES).fits(root / "nobody")
     assert not AdapterFiles([root], {"model.layers.0.mlp.up_proj": (16, 24)}).fits(root / "small")
+
+
+def test_many_who_ask_for_new_files_at_once_read_them_once(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    files, reads = AdapterFiles([root], SHAPES), []
+
+    def read_slowly(path: Path) -> str:
+        reads.append(path)
+        while len(reads) == 1 and files._validating._locks[str(path)][1] < 4:
+            time.sleep(0.001)  # until the others wait, or read too
+        return content_hash(path)
+
+    monkeypatch.setattr(adapter_files, "content_hash", read_slowly)
+    with ThreadPoolExecutor(4) as threads:
+        found = list(threads.map(lambda _: files.find("small"), range(4)))
+    assert len(reads) == 1 and len({adapter.version for adapter in found}) == 1

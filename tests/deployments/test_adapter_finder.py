@@ -14,6 +14,7 @@ from loray.deployments.adapter_finder import AdapterFinder
 from loray.deployments.adapter_store import AdapterStore
 from loray.deployments.adapters import Adapter
 from loray.deployments.config import AdapterArgs
+from loray.deployments.needed_folders import NeededFolders
 from loray.deployments.request import AdapterRef, MergeRecipe
 from loray.models.merging import MergeMethod, merge_adapters
 from tests.deployments.file_server import FileServer
@@ -110,6 +111,40 @@ def test_who_asks_for_a_merge_after_a_reload_of_its_part_gets_the_new_part(world
     world.store.merge = merge_here
     half = AdapterRef(adapter_id="half", merge=MergeRecipe(adapter_ids=(world.ref.adapter_id,), weights=(0.5,)))
     run(finds_the_new_one_beside_an_older_search(world, half))
+
+
+def test_the_parts_of_a_merge_stay_on_disk_until_it_is_made(world: World, tmp_path: Path) -> None:
+    other = AdapterStore(AdapterArgs(allowed_urls=[world.web.url]), SHAPES, tmp_path / "cache")  # as if of another process
+    unloaded: list[str] = []
+    finder = AdapterFinder(world.store, max_waiting=10, needed=NeededFolders(world.store, unloaded.append).needed)
+
+    def merge_late(folders: Any, *args: Any) -> None:
+        other.remove(world.ref)
+        merge_here(folders, *args)
+        assert not unloaded
+
+    world.store.merge = merge_late
+    half = AdapterRef(adapter_id="half", merge=MergeRecipe(adapter_ids=(world.ref.adapter_id,), weights=(0.5,)))
+
+    async def work() -> None:
+        part = await finder.find(world.ref)
+        assert (await finder.find(half)).rank == 4
+        assert unloaded == [part.path] and Path(part.path).is_dir(), "it may go now"
+        await finder.free(part.path)
+        assert not Path(part.path).exists()
+
+    run(work())
+
+
+def test_equal_merges_of_two_names_are_two_versions(world: World) -> None:
+    world.store.merge = merge_here
+    recipe = MergeRecipe(adapter_ids=(world.ref.adapter_id,), weights=(0.5,))
+
+    async def work() -> None:
+        one, again, other = [await world.finder.find(AdapterRef(adapter_id=name, merge=recipe)) for name in ("one", "one", "other")]
+        assert one.version == again.version != other.version and Path(one.path).name == Path(other.path).name
+
+    run(work())
 
 
 def test_a_search_that_a_reload_overtook_leaves_the_newer_one_to_be_joined(world: World) -> None:

@@ -28,7 +28,7 @@ class World:
     def __init__(self, folder: Path) -> None:
         self.folder = folder
         self.roots = [folder / "first", folder / "second"]
-        self.cache = DiskCache(folder / "cache", 1 << 30, lambda path: False)
+        self.cache = DiskCache(folder / "cache", 1 << 30)
 
     def store(self, shapes: dict[str, tuple[int, int]] = SHAPES, **args: Any) -> AdapterStore:
         arguments = AdapterArgs(**{"local_roots": self.roots, "allowed_urls": ["https://shelf.example"], **args})

@@ -124,6 +124,20 @@ def test_after_forget_new_content_is_a_new_version_and_the_old_files_stay(world:
     assert world.store().find(ref).version == new.version
 
 
+def test_what_is_forgotten_during_its_first_download_is_asked_for_anew_after_it(world: World) -> None:
+    ref = world.on_web("small")
+    held, released = world.hold("small")
+    store = world.store()
+    with ThreadPoolExecutor(1) as thread:
+        finding = thread.submit(store.find, ref)
+        assert held.wait(60)
+        store.forget(ref)
+        released.set()
+        old = finding.result(60)
+    world.on_web("small", seed=1)
+    assert store.find(ref).version != old.version
+
+
 def test_after_forget_equal_content_is_not_downloaded_again(world: World) -> None:
     store = world.store()
     first = store.find(HUB)
@@ -263,12 +277,12 @@ def test_the_disk_cache_stays_within_its_bytes_and_keeps_what_is_in_use(world: W
     size = sum(file.stat().st_size for file in (world.folder / "web" / "a0").iterdir())
     store = world.store(disk_bytes=2 * size)
     first = store.find(refs[0])
-    store.in_use = lambda path: path == first.path
+    store.hold(first.path)
     for ref in refs[1:]:
-        store.find(ref)
+        last = store.find(ref)
     assert [store.disk_bytes(ref) for ref in refs] == [size, 0, 0, size]
-    store.in_use = lambda path: True
-    with pytest.raises(AdapterFailed, match="in use"):
+    store.hold(last.path)
+    with pytest.raises(AdapterFailed, match=rf"/a1'.*no room for {size} bytes.*in use take {2 * size} and downloads under way 0"):
         store.find(refs[1])
 
 
@@ -291,6 +305,42 @@ def test_remove_deletes_the_download_and_never_a_local_folder(world: World) -> N
     assert not path.exists() and store.disk_bytes(ref) == 0 and store.find(mine).num_pages == 1
     num_gets = world.web.num_gets(WEIGHTS)
     assert store.find(ref).path == str(path) and world.web.num_gets(WEIGHTS) == num_gets + 1
+
+
+def test_a_file_of_another_size_than_the_hub_tells_is_refused_though_it_came_whole(world: World) -> None:
+    file = world.folder / "hub" / "org" / "small" / "adapter_config.json"
+    commit, body = world.hub.commit("org/small"), file.read_bytes()
+
+    def longer(handler: Handler) -> bool:
+        handler.reply(200, body + b" ", ETag='"longer"', X_Repo_Commit=commit)
+        return True
+
+    world.hub.rules[f"/org/small/resolve/{commit}/{file.name}"] = longer
+    with pytest.raises(AdapterFailed, match=f"org/small.*{file.name} has {len(body)} bytes, {len(body) + 1} came"):
+        world.store().find(HUB)
+    assert world.store().disk_bytes(HUB) == 0
+
+
+def test_a_download_that_finds_no_room_is_told_what_takes_it(world: World) -> None:
+    slow, other = world.on_web("slow"), world.on_web("other")
+    size = sum(file.stat().st_size for file in (world.folder / "web" / "slow").iterdir())
+    held, released = world.hold("slow")
+    store = world.store(disk_bytes=1.5 * size)
+    with ThreadPoolExecutor(1) as thread:
+        finding = thread.submit(store.find, slow)
+        assert held.wait(60)
+        with pytest.raises(AdapterFailed, match=f"/other'.*no room for {size} bytes.*in use take 0 and downloads under way {size}"):
+            store.find(other)
+        released.set()
+        assert finding.result(60).num_pages == 1
+
+
+def test_a_merge_that_can_never_fit_on_disk_says_so(world: World) -> None:
+    part = world.on_web("part")
+    store = world.store(disk_bytes=500_000)
+    recipe = MergeRecipe(adapter_ids=("part",), weights=(0.5,))
+    with pytest.raises(AdapterFailed, match=r"half.* bytes on disk are more than adapters.disk_bytes \(500000\)$"):
+        store.merged("half", [store.find(part)], recipe)
 
 
 @pytest.mark.parametrize(

@@ -3,19 +3,22 @@
 import asyncio
 import threading
 from collections.abc import Iterator
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
 import msgspec
 import pytest
 
+from loray.deployments import adapter_service
 from loray.deployments.adapter_records import AdapterChange, AdapterSet
 from loray.deployments.adapter_registry import merge_replicas
 from loray.deployments.adapter_service import AdapterService
 from loray.deployments.adapter_store import AdapterStore
 from loray.deployments.config import AdapterArgs
-from loray.deployments.engine import Engine
+from loray.deployments.errors import AdapterFailed
 from loray.deployments.request import AdapterRef
+from loray.models.step import HostCopy
 from tests.deployments.file_server import FileServer
 from tests.deployments.peft_folder import SHAPES, save_folder
 from tests.deployments.rank_in_process import PAGE_BYTES, RankInProcess, start_engine
@@ -26,8 +29,8 @@ HELD_S = 5  # at most, so that a failing test ends
 class Store(AdapterStore):
     """Removes nothing while its door is closed."""
 
-    def __init__(self, url: str, cache: Path) -> None:
-        super().__init__(AdapterArgs(allowed_urls=[url]), SHAPES, cache)
+    def __init__(self, url: str, cache: Path, disk_bytes: int) -> None:
+        super().__init__(AdapterArgs(allowed_urls=[url], disk_bytes=disk_bytes), SHAPES, cache)
         self.door = threading.Event()
         self.door.set()
 
@@ -39,19 +42,26 @@ class Store(AdapterStore):
 class World:
     """A web server with an adapter, and a disk cache that driver replicas share."""
 
-    def __init__(self, folder: Path, engine: Engine) -> None:
-        save_folder(folder / "web" / "mine", rank=4)
-        self.web = FileServer(folder / "web")
-        self.ref = AdapterRef(adapter_id=f"{self.web.url}/mine")
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+        self.ref = self.save("mine", seed=0)
         self.num_bytes = sum(file.stat().st_size for file in (folder / "web" / "mine").iterdir())
         self._cache = folder / "cache"
-        self._engine = engine
+        self.rank = RankInProcess()
+        self._engine = start_engine(self.rank)
 
-    def replica(self) -> tuple[AdapterService, Store]:
-        """As good as a new process: it knows but the disk."""
-        store = Store(self.web.url, self._cache)
+    @cached_property
+    def web(self) -> FileServer:
+        return FileServer(self._folder / "web")
+
+    def save(self, name: str, seed: int) -> AdapterRef:
+        save_folder(self._folder / "web" / name, rank=4, seed=seed)
+        return AdapterRef(adapter_id=f"{self.web.url}/{name}")
+
+    def replica(self, num_adapters: int = 10) -> tuple[AdapterService, Store]:
+        """As good as a new process: it knows but the disk, where it keeps so many."""
+        store = Store(self.web.url, self._cache, num_adapters * self.num_bytes)
         service = AdapterService(store, self._engine, max_waiting=2, page_bytes=PAGE_BYTES)
-        store.in_use = service.in_use
         return service, store
 
     def files(self) -> list[Path]:
@@ -60,7 +70,7 @@ class World:
 
 @pytest.fixture
 def world(tmp_path: Path) -> Iterator[World]:
-    made = World(tmp_path, start_engine(RankInProcess()))
+    made = World(tmp_path)
     yield made
     made.web.close()
 
@@ -69,10 +79,16 @@ def run(work: Any) -> None:
     asyncio.run(asyncio.wait_for(work, 30))
 
 
-async def change(service: AdapterService, action: Any, ref: AdapterRef) -> None:
+async def change(service: AdapterService, action: Any, ref: AdapterRef, is_pinned: bool = False) -> None:
     wanted = AdapterSet()
-    wanted.change(AdapterChange(action=action, ref=ref))
+    wanted.change(AdapterChange(action=action, ref=ref, is_pinned=is_pinned))
     await service.apply(msgspec.msgpack.encode(wanted.snapshot()))
+
+
+async def settled(service: AdapterService) -> None:
+    """Nothing that an admin asked for is still being done."""
+    while service._tasks or service._unloading:
+        await asyncio.sleep(0.01)
 
 
 def test_what_an_earlier_process_downloaded_is_listed_and_unloading_it_frees_the_disk(world: World) -> None:
@@ -109,6 +125,148 @@ def test_an_adapter_is_unloading_until_its_files_are_gone(world: World) -> None:
         store.door.set()
         while await service.statuses():
             await asyncio.sleep(0.01)
+        assert not world.files()
+
+    run(work())
+
+
+def test_an_older_version_that_runs_on_through_an_unload_is_gone_from_disk_with_its_last_request(world: World) -> None:
+    async def work() -> None:
+        service, store = world.replica()
+        old = await service.find(world.ref)
+        with service.counted(world.ref, old):
+            with service.counted(world.ref, old):
+                world.save("mine", seed=1)
+                store.forget(world.ref)
+                await service.load(world.ref)
+                assert len(world.files()) == 2
+                await change(service, "unload", world.ref)
+                await settled(service)
+                assert [str(file.parent) for file in world.files()] == [old.path]
+            await settled(service)
+            assert len(world.files()) == 1, "one request still needs it"
+        await settled(service)
+        assert not world.files() and not Path(old.path).parent.exists()
+
+    run(work())
+
+
+def test_what_is_loaded_again_before_its_last_request_has_ended_stays_on_disk(world: World) -> None:
+    async def work() -> None:
+        service, _ = world.replica()
+        adapter = await service.find(world.ref)
+        with service.counted(world.ref, adapter):
+            await change(service, "unload", world.ref)
+            await settled(service)
+            assert (await service.find(world.ref)).path == adapter.path
+        await settled(service)
+        assert len(world.files()) == 1 and world.web.num_gets(".safetensors") == 2
+
+    run(work())
+
+
+def test_what_is_unloaded_while_it_is_read_is_gone_from_disk_when_its_load_ends(world: World) -> None:
+    async def work() -> None:
+        service, _ = world.replica()
+        reading: list[HostCopy] = []
+        prepare, world.rank.prepare = world.rank.prepare, reading.append  # type: ignore[method-assign]  # it takes long
+        await change(service, "load", world.ref)
+        while not reading:
+            await asyncio.sleep(0.01)
+        await change(service, "unload", world.ref)
+        while service._unloading:
+            await asyncio.sleep(0.01)
+        assert len(world.files()) == 1, "it is being read"
+        prepare(reading[0])
+        await settled(service)
+        assert not world.files()
+
+    run(work())
+
+
+@pytest.mark.parametrize("is_pinned", [True, False])
+def test_a_pin_keeps_files_on_disk_until_the_adapter_is_unloaded(world: World, is_pinned: bool) -> None:
+    async def work() -> None:
+        service, _ = world.replica()
+        await change(service, "load", world.ref, is_pinned)
+        await settled(service)
+        assert len(world.files()) == 1
+        other = world.save("other", seed=1)
+        if is_pinned:
+            with pytest.raises(AdapterFailed, match="in use take"):
+                await world.replica(num_adapters=1)[0].find(other)
+        else:
+            await world.replica(num_adapters=1)[0].find(other)
+        assert any("other" in str(file) for file in world.files()) != is_pinned
+        await change(service, "unload", world.ref)
+        await settled(service)
+        assert not any("mine" in str(file) for file in world.files())
+
+    run(work())
+
+
+def test_an_unpinned_adapters_files_may_go(world: World) -> None:
+    async def work() -> None:
+        service, _ = world.replica()
+        await change(service, "load", world.ref, is_pinned=True)
+        await settled(service)
+        await change(service, "unpin", world.ref)
+        await settled(service)
+        await world.replica(num_adapters=1)[0].find(world.save("other", seed=1))
+        assert ["other" in str(file) for file in world.files()] == [True]
+
+    run(work())
+
+
+def test_a_replica_neither_evicts_nor_unloads_what_a_request_of_another_needs(world: World) -> None:
+    async def work() -> None:
+        (serving, _), (other, other_store) = world.replica(), world.replica(num_adapters=1)
+        adapter = await serving.find(world.ref)
+        with serving.counted(world.ref, adapter):
+            with pytest.raises(AdapterFailed, match="in use take"):
+                await other.find(world.save("other", seed=1))
+            await change(other, "unload", world.ref)
+            await settled(other)
+            assert [str(file.parent) for file in world.files()] == [adapter.path] and other_store.disk_bytes(world.ref)
+        await settled(serving)
+        assert not world.files(), "who needed it last has freed it"
+
+    run(work())
+
+
+def test_another_replica_does_not_unload_what_is_being_read_into_host_memory(world: World) -> None:
+    async def work() -> None:
+        (service, _), (_, other) = world.replica(), world.replica()
+        there: list[int] = []
+        prepare = world.rank.prepare
+
+        def prepare_late(copy: HostCopy) -> None:
+            other.remove(world.ref)
+            there.append(len(world.files()))
+            prepare(copy)
+
+        world.rank.prepare = prepare_late  # type: ignore[method-assign]
+        await service.load(world.ref)
+        await settled(service)
+        assert there == [1] and not world.files()
+
+    run(work())
+
+
+def test_another_replica_does_not_unload_what_a_template_is_read_from(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
+    read = adapter_service.adapter_template
+
+    def read_late(path: Path, adapter_id: str) -> str:
+        world.replica()[1].remove(world.ref)
+        return read(path, adapter_id)
+
+    monkeypatch.setattr(adapter_service, "adapter_template", read_late)
+
+    async def work() -> None:
+        (world.web.root / "mine" / "chat_template.jinja").write_text("hello")
+        service, _ = world.replica()
+        assert await service.chat_template(world.ref) == "hello"
+        await settled(service)
         assert not world.files()
 
     run(work())

@@ -1,9 +1,11 @@
 import os
 import threading
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
+from loray.deployments import disk_cache
 from loray.deployments.adapter_files import content_hash
 from loray.deployments.disk_cache import DiskCache, DiskFull, Entry, is_whole
 from tests.deployments.peft_folder import save_folder
@@ -27,8 +29,8 @@ def keep(cache: DiskCache, key: str, num_bytes: int, seed: int = 0, last_used: f
 
 
 def test_what_was_published_is_found_by_another_cache_on_the_same_folder(tmp_path: Path) -> None:
-    path = keep(DiskCache(tmp_path / "cache", 1 << 20, lambda path: False), KEY, folder_bytes(tmp_path))
-    again = DiskCache(tmp_path / "cache", 1 << 20, lambda path: False)
+    path = keep(DiskCache(tmp_path / "cache", 1 << 20), KEY, folder_bytes(tmp_path))
+    again = DiskCache(tmp_path / "cache", 1 << 20)
     entry = again.entry(KEY)
     assert entry is not None and again.path(KEY, entry.version) == path and is_whole(path, entry.version)
     assert again.num_bytes(KEY) == folder_bytes(tmp_path)
@@ -37,10 +39,9 @@ def test_what_was_published_is_found_by_another_cache_on_the_same_folder(tmp_pat
 
 def test_the_least_recently_used_is_evicted_first_and_what_is_in_use_never(tmp_path: Path) -> None:
     size = folder_bytes(tmp_path)
-    in_use: set[str] = set()
-    cache = DiskCache(tmp_path / "cache", 3 * size, in_use.__contains__)
+    cache = DiskCache(tmp_path / "cache", 3 * size)
     paths = [keep(cache, f"hub-{i}", size, seed=i, last_used=1000.0 + i) for i in range(3)]
-    in_use.add(str(paths[0]))
+    cache.hold(str(paths[0]))
     cache.touch(paths[1])
     keep(cache, "hub-3", size, seed=3)
     assert [path.exists() for path in paths] == [True, True, False]
@@ -49,26 +50,38 @@ def test_the_least_recently_used_is_evicted_first_and_what_is_in_use_never(tmp_p
 
 def test_when_all_is_in_use_nothing_is_evicted_and_the_newcomer_is_refused(tmp_path: Path) -> None:
     size = folder_bytes(tmp_path)
-    cache = DiskCache(tmp_path / "cache", 2 * size, lambda path: True)
+    cache = DiskCache(tmp_path / "cache", 2 * size)
     paths = [keep(cache, f"hub-{i}", size, seed=i) for i in range(2)]
-    with pytest.raises(DiskFull, match=str(size)):
+    for path in paths:
+        cache.hold(str(path))
+    with pytest.raises(DiskFull, match=f"{size} bytes.*in use take {2 * size} and downloads under way 0"):
         keep(cache, "hub-2", size)
+    assert all(path.exists() for path in paths)
+
+
+def test_what_finds_no_room_beside_what_is_in_use_evicts_nothing(tmp_path: Path) -> None:
+    size = folder_bytes(tmp_path)
+    cache = DiskCache(tmp_path / "cache", 3 * size)
+    paths = [keep(cache, f"hub-{i}", size, seed=i) for i in range(3)]
+    cache.hold(str(paths[2]))
+    with pytest.raises(DiskFull, match=f"in use take {size} "):
+        keep(cache, "hub-large", 3 * size)
     assert all(path.exists() for path in paths)
 
 
 def test_what_can_never_fit_evicts_nothing(tmp_path: Path) -> None:
     size = folder_bytes(tmp_path)
-    cache = DiskCache(tmp_path / "cache", 2 * size, lambda path: False)
+    cache = DiskCache(tmp_path / "cache", 2 * size)
     path = keep(cache, KEY, size)
-    with pytest.raises(DiskFull):
+    with pytest.raises(DiskFull, match=rf"{3 * size} bytes on disk are more than adapters.disk_bytes \({2 * size}\)$"):
         keep(cache, "hub-large", 3 * size)
     assert path.exists()
 
 
 def test_downloads_under_way_count(tmp_path: Path) -> None:
-    cache = DiskCache(tmp_path / "cache", 100, lambda path: False)
+    cache = DiskCache(tmp_path / "cache", 100)
     with cache.only_one("hub-a"), cache.staging("hub-a", 60):
-        with pytest.raises(DiskFull), cache.only_one("hub-b"), cache.staging("hub-b", 60):
+        with pytest.raises(DiskFull, match="in use take 0 and downloads under way 60"), cache.only_one("hub-b"), cache.staging("hub-b", 60):
             pass
         with cache.only_one("hub-c"), cache.staging("hub-c", 40):
             pass
@@ -77,19 +90,19 @@ def test_downloads_under_way_count(tmp_path: Path) -> None:
 def test_what_a_dead_process_left_half_done_does_not_count(tmp_path: Path) -> None:
     left = tmp_path / "cache" / "partial" / "hub-dead.90"
     left.mkdir(parents=True)
-    cache = DiskCache(tmp_path / "cache", 100, lambda path: False)
+    cache = DiskCache(tmp_path / "cache", 100)
     with cache.only_one("hub-a"), cache.staging("hub-a", 60):
         assert not left.exists()
 
 
 def test_what_another_process_is_downloading_is_left_alone(tmp_path: Path) -> None:
-    one, other = (DiskCache(tmp_path / "cache", 100, lambda path: False) for _ in range(2))
+    one, other = (DiskCache(tmp_path / "cache", 100) for _ in range(2))
     with one.only_one("hub-a"), one.staging("hub-a", 40) as busy, other.only_one("hub-b"), other.staging("hub-b", 40):
         assert busy.is_dir()
 
 
 def test_a_failed_download_leaves_nothing(tmp_path: Path) -> None:
-    cache = DiskCache(tmp_path / "cache", 1000, lambda path: False)
+    cache = DiskCache(tmp_path / "cache", 1000)
     with pytest.raises(RuntimeError), cache.only_one(KEY), cache.staging(KEY, 100) as staged:
         (staged / "adapter_config.json").write_text("half")
         raise RuntimeError
@@ -98,7 +111,7 @@ def test_a_failed_download_leaves_nothing(tmp_path: Path) -> None:
 
 def test_new_content_is_another_folder_and_the_old_one_stays_for_who_uses_it(tmp_path: Path) -> None:
     size = folder_bytes(tmp_path)
-    cache = DiskCache(tmp_path / "cache", 10 * size, lambda path: False)
+    cache = DiskCache(tmp_path / "cache", 10 * size)
     old, new = keep(cache, KEY, size, seed=0), keep(cache, KEY, size, seed=1)
     assert old != new and old.is_dir() and new.is_dir()
     entry = cache.entry(KEY)
@@ -107,42 +120,113 @@ def test_new_content_is_another_folder_and_the_old_one_stays_for_who_uses_it(tmp
 
 def test_equal_content_leaves_the_files_that_are_there(tmp_path: Path) -> None:
     size = folder_bytes(tmp_path)
-    cache = DiskCache(tmp_path / "cache", 10 * size, lambda path: False)
+    cache = DiskCache(tmp_path / "cache", 10 * size)
     before = (keep(cache, KEY, size) / "adapter_model.safetensors").stat().st_ino
     assert (keep(cache, KEY, size) / "adapter_model.safetensors").stat().st_ino == before
 
 
 def test_equal_content_mends_a_broken_folder(tmp_path: Path) -> None:
     size = folder_bytes(tmp_path)
-    cache = DiskCache(tmp_path / "cache", 10 * size, lambda path: False)
+    cache = DiskCache(tmp_path / "cache", 10 * size)
     path = keep(cache, KEY, size)
     (path / "adapter_model.safetensors").write_bytes(b"broken")
     assert not is_whole(path, path.name)
     assert is_whole(keep(cache, KEY, size), path.name)
 
 
-def test_removing_frees_all_versions_but_those_in_use(tmp_path: Path) -> None:
+def test_removing_frees_all_versions_but_those_that_are_held_and_these_when_they_are_let_go(tmp_path: Path) -> None:
     size = folder_bytes(tmp_path)
-    in_use: set[str] = set()
-    cache = DiskCache(tmp_path / "cache", 10 * size, in_use.__contains__)
+    cache, other = (DiskCache(tmp_path / "cache", 10 * size) for _ in range(2))
     old, new = keep(cache, KEY, size, seed=0), keep(cache, KEY, size, seed=1)
-    in_use.add(str(new))
+    for holder in (cache, other):
+        holder.hold(str(new))
     cache.remove(KEY)
     assert cache.entry(KEY) is None and new.is_dir() and not old.exists()
-    in_use.clear()
-    cache.remove(KEY)
+    assert other.let_go(str(new)), "it is to be freed"
+    other.free(str(new))
+    assert new.is_dir(), "another process holds it"
+    assert cache.let_go(str(new))
+    cache.free(str(new))
     assert cache.num_bytes(KEY) == 0 and not new.parent.exists()
 
 
+def test_who_has_found_a_version_may_hold_it_for_a_moment_after_its_removal_began(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    size = folder_bytes(tmp_path)
+    cache, other = (DiskCache(tmp_path / "cache", 10 * size) for _ in range(2))
+    path = keep(cache, KEY, size)
+
+    def hold_late(seconds: float) -> None:
+        assert other.entry(KEY) is None, "nobody finds it any more"
+        other.hold(str(path))
+
+    monkeypatch.setattr(disk_cache, "time", SimpleNamespace(sleep=hold_late))
+    cache.remove(KEY)
+    assert is_whole(path, path.name) and other.let_go(str(path))
+
+
+def test_what_was_not_removed_is_not_freed_when_it_is_let_go(tmp_path: Path) -> None:
+    size = folder_bytes(tmp_path)
+    cache = DiskCache(tmp_path / "cache", 10 * size)
+    path = keep(cache, KEY, size)
+    cache.hold(str(path))
+    cache.remove(KEY)
+    keep(cache, KEY, size)  # wanted again
+    assert not cache.let_go(str(path))
+    cache.free(str(path))
+    assert cache.entry(KEY) is not None and is_whole(path, path.name)
+
+
+def test_what_a_dead_process_held_when_it_was_removed_is_freed_by_the_next(tmp_path: Path) -> None:
+    size = folder_bytes(tmp_path)
+    dead, cache = (DiskCache(tmp_path / "cache", 10 * size) for _ in range(2))
+    path = keep(dead, KEY, size)
+    dead.hold(str(path))
+    cache.remove(KEY)
+    del dead  # the system closes its files
+    keep(cache, "hub-other", size)
+    assert not path.parent.exists()
+
+
+def test_a_folder_of_no_cache_needs_no_holding(tmp_path: Path) -> None:
+    cache = DiskCache(tmp_path / "cache", 100)
+    cache.hold(str(tmp_path / "root" / "mine"))
+    assert not cache.let_go(str(tmp_path / "root" / "mine")) and not (tmp_path / "cache").exists()
+
+
+def test_what_is_published_is_whole_though_equal_files_are_evicted_meanwhile(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    size = folder_bytes(tmp_path)
+    cache, other = (DiskCache(tmp_path / "cache", 10 * size) for _ in range(2))
+    path = keep(cache, KEY, size)
+
+    def evicted_since(folder: Path, version: str) -> bool:
+        was_whole = is_whole(folder, version)
+        assert was_whole and other._delete(path)
+        return was_whole
+
+    monkeypatch.setattr(disk_cache, "is_whole", evicted_since)
+    assert is_whole(keep(cache, KEY, size), path.name)
+
+
+def test_however_many_adapters_come_and_go_nothing_but_the_lock_stays(tmp_path: Path) -> None:
+    size = folder_bytes(tmp_path)
+    cache = DiskCache(tmp_path / "cache", 2 * size)
+    for i in range(4):
+        keep(cache, f"hub-{i}", size, seed=i)
+    for i in range(4):
+        cache.remove(f"hub-{i}")
+    left = {path.relative_to(tmp_path / "cache") for path in (tmp_path / "cache").rglob("*")}
+    assert left == {Path("lock"), Path("partial")} and (tmp_path / "cache" / "lock").stat().st_size == 0
+
+
 def test_an_unreadable_entry_is_none(tmp_path: Path) -> None:
-    cache = DiskCache(tmp_path / "cache", 1 << 20, lambda path: False)
+    cache = DiskCache(tmp_path / "cache", 1 << 20)
     keep(cache, KEY, folder_bytes(tmp_path))
     (tmp_path / "cache" / KEY / "entry.json").write_text("{")
     assert cache.entry(KEY) is None and cache.entries() == []
 
 
 def test_only_one_holds_a_key_and_others_are_free(tmp_path: Path) -> None:
-    caches = [DiskCache(tmp_path / "cache", 100, lambda path: False) for _ in range(2)]
+    caches = [DiskCache(tmp_path / "cache", 100) for _ in range(2)]
     entered = threading.Event()
 
     def enter() -> None:

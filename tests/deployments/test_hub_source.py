@@ -1,3 +1,4 @@
+import hashlib
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -6,7 +7,7 @@ import pytest
 from loray.deployments.adapter_sources import Place
 from loray.deployments.errors import AdapterFailed, AdapterNotFound
 from loray.deployments.hub_source import HubSource
-from tests.deployments.file_server import CutOnce, Handler, HubServer
+from tests.deployments.file_server import CutOnce, Handler, HubServer, Spoil
 from tests.deployments.peft_folder import save_folder
 
 WEIGHTS = "adapter_model.safetensors"
@@ -84,6 +85,18 @@ def test_a_download_that_is_cut_short_goes_on(tmp_path: Path, hub: HubServer) ->
     hub.rules[f"/org/small/resolve/{hub.commit('org/small')}/{WEIGHTS}"] = cut = CutOnce(body)
     assert fetched(HubSource(), Place("hub", "org/small"), tmp_path / "out")[WEIGHTS] == body
     assert cut.has_cut
+
+
+def test_weights_with_another_digest_than_the_hub_tells_are_fetched_again_and_never_used(tmp_path: Path, hub: HubServer) -> None:
+    body = (hub.root / "org" / "small" / WEIGHTS).read_bytes()
+    path = f"/org/small/resolve/{hub.commit('org/small')}/{WEIGHTS}"
+    hub.rules[path] = Spoil(body, num_times=1)
+    assert HubSource().describe(Place("hub", "org/small"), "").digests == {WEIGHTS: ("sha256", hashlib.sha256(body).hexdigest())}
+    assert fetched(HubSource(), Place("hub", "org/small"), tmp_path / "out")[WEIGHTS] == body
+    assert hub.num_gets(WEIGHTS) == 2
+    hub.rules[path] = Spoil(body, num_times=100)
+    with pytest.raises(AdapterFailed, match=rf"org/small.*{WEIGHTS} came with the sha256 .* its source says"):
+        fetched(HubSource(), Place("hub", "org/small"), tmp_path / "again")
 
 
 def test_a_hub_that_fails_or_is_away_is_an_error_that_does_not_quote_the_token(

@@ -54,7 +54,6 @@ class World:
         self.store = AdapterStore(AdapterArgs(local_roots=[self.folder / "local"]), SHAPES, self.folder / "cache")
         self.rank = RankInProcess()
         self.service = AdapterService(self.store, start_engine(self.rank), max_waiting=2, page_bytes=PAGE_BYTES)
-        self.store.in_use = self.service.in_use
         self.wanted = AdapterSet()
 
     async def apply(self) -> None:

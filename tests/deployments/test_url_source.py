@@ -1,15 +1,19 @@
+import hashlib
 import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import boto3
 import pytest
+from moto.core import DEFAULT_ACCOUNT_ID as ACCOUNT_ID
+from moto.s3.models import s3_backends
 from moto.server import ThreadedMotoServer
 
+from loray.deployments import url_source
 from loray.deployments.adapter_sources import Place
 from loray.deployments.errors import AdapterFailed, AdapterNotFound
 from loray.deployments.url_source import UrlSource
-from tests.deployments.file_server import CutOnce, FileServer, Handler
+from tests.deployments.file_server import CutOnce, FileServer, Handler, Spoil
 from tests.deployments.peft_folder import save_folder
 
 WEIGHTS = "adapter_model.safetensors"
@@ -41,10 +45,10 @@ def bucket(s3_url: str, monkeypatch: pytest.MonkeyPatch) -> str:
     return "bucket"
 
 
-def upload(s3_url: str, folder: Path, prefix: str) -> None:
+def upload(s3_url: str, folder: Path, prefix: str, **extra: str) -> None:
     client = boto3.client("s3", endpoint_url=s3_url, region_name="us-east-1")
     for file in folder.iterdir():
-        client.upload_file(str(file), "bucket", f"{prefix}/{file.name}")
+        client.upload_file(str(file), "bucket", f"{prefix}/{file.name}", ExtraArgs=extra)
 
 
 def at(url: str) -> Place:
@@ -157,6 +161,42 @@ def test_a_download_that_is_always_cut_short_fails(tmp_path: Path, server: FileS
     server.rules[f"/good/small/{WEIGHTS}"] = cut
     with pytest.raises(AdapterFailed, match="small"):
         fetched(UrlSource([server.url], {}), at(f"{server.url}/good/small"), tmp_path / "out")
+
+
+def test_a_download_with_another_digest_than_its_source_tells_is_done_again(
+    tmp_path: Path, server: FileServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(url_source, "PAUSE_S", 0)
+    server.tells_digests = True
+    body = (tmp_path / "served" / "good" / "small" / WEIGHTS).read_bytes()
+    server.rules[f"/good/small/{WEIGHTS}"] = Spoil(body, num_times=1)
+    place = at(f"{server.url}/good/small")
+    assert fetched(UrlSource([server.url], {}), place, tmp_path / "out")[WEIGHTS] == body
+    assert server.num_gets(WEIGHTS) == 2
+    server.rules[f"/good/small/{WEIGHTS}"] = Spoil(body, num_times=100)
+    with pytest.raises(AdapterFailed, match=rf"small.*{WEIGHTS} came with the md5 .* its source says {hashlib.md5(body).hexdigest()}"):
+        fetched(UrlSource([server.url], {}), place, tmp_path / "again")
+    assert server.num_gets(WEIGHTS) == 2 + url_source.NUM_ATTEMPTS
+
+
+@pytest.mark.parametrize("encryption", ["", "AES256", "aws:kms"])
+def test_the_digest_of_s3_is_compared_where_it_is_one(
+    tmp_path: Path, s3_url: str, bucket: str, encryption: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(url_source, "PAUSE_S", 0)
+    save_folder(tmp_path / "small", rank=4)
+    upload(s3_url, tmp_path / "small", "digests", **({"ServerSideEncryption": encryption} if encryption else {}))
+    source, place = UrlSource(["s3://bucket"], {"s3": {"endpoint_url": s3_url}}), at("s3://bucket/digests")
+    expected = {file.name: ("md5", hashlib.md5(file.read_bytes()).hexdigest()) for file in (tmp_path / "small").iterdir()}
+    assert source.describe(place, "").digests == expected
+    assert fetched(source, place, tmp_path / "out") == contents(tmp_path / "small")
+    stored = s3_backends[ACCOUNT_ID]["aws"].buckets["bucket"].keys[f"digests/{WEIGHTS}"]
+    stored._etag = "0" * 32  # as if other bytes had been uploaded, or S3 had made it of the encrypted ones
+    if encryption == "aws:kms":
+        assert fetched(source, place, tmp_path / "again") == contents(tmp_path / "small")
+    else:
+        with pytest.raises(AdapterFailed, match=f"digests.*its source says {'0' * 32}"):
+            fetched(source, place, tmp_path / "again")
 
 
 def test_more_bytes_than_announced_are_not_read(tmp_path: Path, server: FileServer) -> None:

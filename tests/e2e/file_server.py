@@ -16,6 +16,7 @@ class FileServer(ThreadingHTTPServer):
 
     def __init__(self, folder: Path) -> None:
         super().__init__(("127.0.0.1", 0), partial(_Handler, directory=str(folder)))
+        self.folder = folder
         self.url = f"http://127.0.0.1:{self.server_port}"
         self.held: set[str] = set()  # names of adapters
         self.waiting = threading.Event()  # somebody has got half of a file

@@ -1,0 +1,27 @@
+"""Whose account an adapter's tokens are charged to: one for each adapter, however a request names it. Reads nothing but links."""
+
+import os
+from contextlib import suppress
+
+from loray.deployments.adapter_sources import place_of
+from loray.deployments.config import AdapterArgs
+from loray.deployments.errors import InvalidRequest
+from loray.deployments.request import AdapterRef
+
+
+def account_of(ref: AdapterRef, path: str) -> str:
+    """ref: with its source. path: the adapter's folder, which tells apart what lies in the roots."""
+    return path if ref.source == "local" else place_of(ref, ref.source).name
+
+
+def account_weights(args: AdapterArgs) -> dict[str, float]:
+    """By account. By name too: a link below a root may be made, or lead elsewhere, later on."""
+    weights = dict(args.weights)
+    for name, weight in args.weights.items():
+        if name:
+            with suppress(InvalidRequest):  # as an id of the default source; it may be one of another
+                weights.setdefault(place_of(AdapterRef(adapter_id=name), args.default_source).name, weight)
+            for root in args.local_roots:
+                with suppress(OSError, ValueError):  # a name that no file system can hold
+                    weights.setdefault(os.path.realpath(root / name), weight)
+    return weights
