@@ -202,9 +202,8 @@ class AdapterService:
 
     def _is_wanted(self, record: AdapterRecord) -> bool:
         newest = self._records.get(record.ref.adapter_id)
-        if newest is None or self._key(newest.ref) != self._key(record.ref):
-            return False
-        return newest.is_loaded and newest.is_pinned == record.is_pinned
+        is_same = newest and self._key(newest.ref) == self._key(record.ref) and newest.is_pinned == record.is_pinned
+        return bool(newest and is_same and newest.is_loaded)
 
     async def _load_and_log(self, record: AdapterRecord, is_renewed: bool = False) -> None:
         await logged_load(self.load(record.ref, record, is_renewed), record.ref.adapter_id)
@@ -224,13 +223,13 @@ class AdapterService:
     async def _unload(self, ref: AdapterRef) -> None:
         """Of a merge: all that go by this name."""
         keys = [key for key in self._uses if key == self._key(ref) or (key.merge and key.adapter_id == ref.adapter_id)]
+        self._unpin(keys)
         uses = [self._uses.pop(key) for key in keys]
-        self._folders.unpin(keys)
         if not any(use.adapter for use in uses):
             return await self._finder.remove(ref)
         loop = asyncio.get_running_loop()
         for use in uses:
-            if use.adapter:
+            if use.adapter and not self._wishes_beside(use):
                 self._unloading.append(use)
                 freed = partial(loop.call_soon_threadsafe, self._freed, use)
                 await self._ask(partial(AdapterTiers.unload, version=use.adapter.version, on_freed=freed))
@@ -253,7 +252,13 @@ class AdapterService:
         keys = [self._key(ref) for ref in refs]
         self._folders.unpin(keys)
         for use in (self._uses[key] for key in keys if key in self._uses):
-            self._engine.call(partial(AdapterTiers.unpin, version=use.version))
+            if not any(record.is_pinned for record in self._wishes_beside(use)):
+                self._engine.call(partial(AdapterTiers.unpin, version=use.version))
+
+    def _wishes_beside(self, use: AdapterUse) -> list[AdapterRecord]:
+        """What admins want to be loaded by other ids, in the same version as this one."""
+        others = (other for other in self._uses.values() if other is not use and other.version == use.version != "")
+        return [record for other in others if (record := self._record(other)) and record.is_loaded]
 
     async def _ask(self, work: Callable[[AdapterTiers], T]) -> T:
         return await asyncio.wrap_future(self._engine.call(work))

@@ -350,6 +350,23 @@ def test_a_reload_looks_again_and_a_pin_that_is_taken_back_is_gone(service: Adap
     run(work())
 
 
+@pytest.mark.parametrize("action", ["unload", "unpin"])
+def test_what_happens_to_one_name_of_a_folder_leaves_its_other_name_alone(service: AdapterService, root: Path, action: str) -> None:
+    async def work() -> None:
+        admin, path = Admin(service), str(root / "small")
+        await admin.change("load", "small", is_pinned=True)
+        await admin.change("load", path, is_pinned=True)
+        assert (await settled(service, path)).is_pinned
+        await admin.change(action, path)
+        status = await settled(service, "small")
+        assert (status.state, status.is_pinned, status.host_bytes) == ("host", True, PAGE_BYTES)
+        await admin.change(action, "small")
+        while "small" in (known := await statuses(service)) and known["small"].is_pinned:
+            await asyncio.sleep(0.01)
+
+    run(work())
+
+
 def test_many_who_wait_for_one_download_take_one_thread(root: Path, tmp_path: Path, engine: Engine) -> None:
     class Slow(Store):
         num_searches = 0

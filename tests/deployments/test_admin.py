@@ -307,6 +307,12 @@ def test_an_action_takes_the_source_the_adapter_came_from(service: Service, back
     assert (change.action, change.ref.adapter_id, change.ref.source, change.ref.revision) == (action, "org/poet", "hub", "main")
 
 
+def test_an_error_of_a_version_that_leaves_is_not_that_of_the_load(service: Service, backend: ScriptedBackend) -> None:
+    leaving = status_of("poet", "unloading", version="0", source="local", error="torn")
+    backend.statuses = {"replica": [leaving, status_of("poet", "host", source="local")]}
+    assert ids(call(service, "POST", "", json={"adapter_id": "poet"})) == ["poet", "poet"]
+
+
 @pytest.mark.parametrize("action", ["pin", "reload"])
 def test_an_action_is_for_the_one_that_is_loaded_rather_than_for_a_download_left_on_disk(
     service: Service, backend: ScriptedBackend, action: str

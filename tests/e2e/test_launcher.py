@@ -20,6 +20,8 @@ import pytest
 import yaml
 from safetensors.numpy import save_file
 
+from loray.deployments.serve_transport import ENVIRONMENT
+
 pytestmark = pytest.mark.slow
 
 START_S = 120  # on a busy machine
@@ -32,7 +34,7 @@ class Launcher:
 
     def __init__(self, *arguments: str) -> None:
         command = [sys.executable, "-m", "loray.deployments.cli", "serve", *arguments]
-        env = {**os.environ, "RAY_AUTH_MODE": "disabled"}
+        env = {name: value for name, value in os.environ.items() if name not in ENVIRONMENT} | {"RAY_AUTH_MODE": "disabled"}
         self.process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=env, start_new_session=True)
         self.stdout: list[str] = []
         self.stderr: list[str] = []
@@ -58,6 +60,10 @@ class Launcher:
             assert time.monotonic() < deadline, self.stderr
         self.children = psutil.Process(self.process.pid).children(recursive=True)
         return self.stdout[0].split()[3]
+
+    def environment(self, title: str) -> dict[str, str]:
+        """Of a process that it started."""
+        return next(child.environ() for child in self.children if child.cmdline() and child.cmdline()[0].startswith(title))
 
     def wait_ended(self, seconds: float = STOP_S) -> int:
         code = self.process.wait(seconds)
@@ -106,6 +112,8 @@ def test_it_says_once_that_it_is_ready_and_ctrl_c_ends_everything_it_started(con
         launcher.wait_ready()
         answer = subprocess.run(launcher.stdout[1], shell=True, capture_output=True, text=True, check=True)
         assert json.loads(answer.stdout)["generated_text"]
+        for title in ("ray::Proxy", "ray::ServeReplica:loray:Ingress"):  # both ends have to agree on how they talk
+            assert launcher.environment(title).items() >= ENVIRONMENT.items()
         os.killpg(launcher.process.pid, signal.SIGINT)  # as a terminal does: to the whole group
         assert launcher.wait_ended() == 0
         assert launcher.survivors() == []
