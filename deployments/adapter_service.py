@@ -23,6 +23,7 @@ from loray.deployments.adapter_status import AdapterState, AdapterStatus
 from loray.deployments.adapter_template import adapter_template
 from loray.deployments.adapter_tiers import AdapterTiers
 from loray.deployments.adapter_use import AdapterUse
+from loray.deployments.adapter_wishes import AdapterWishes
 from loray.deployments.adapters import Adapter
 from loray.deployments.engine import ABORTED, Engine
 from loray.deployments.errors import AdapterFailed, LorayError
@@ -52,7 +53,7 @@ class AdapterService:
         self._num_searches = 0
         self._uses: OrderedDict[AdapterRef, AdapterUse] = OrderedDict()  # least recently used first
         self._unloading: list[AdapterUse] = []  # until their last request has ended
-        self._records: dict[str, AdapterRecord] = {}  # what admins want, by adapter id
+        self._wishes = AdapterWishes(self._key, store.place_key)
         self._replaced = ReplacedAdapters()
         self._started = time.time_ns() // 1_000_000  # as records are numbered
         self._tasks: set[asyncio.Task[None]] = set()
@@ -69,8 +70,9 @@ class AdapterService:
             return adapter
         old, use.adapter, use.found = use.adapter, adapter, number
         if old and old.version != adapter.version:
-            self._engine.call(partial(AdapterTiers.unload, version=old.version))  # nobody will ask for it again
-            record = self._record(use)
+            if old.version not in self._wishes.versions(self._uses):  # else another id means the same files
+                self._engine.call(partial(AdapterTiers.unload, version=old.version))
+            record = self._wishes.of(use)
             if record and record.is_pinned:
                 self._in_background(self._load_and_log(record))
         return adapter
@@ -112,7 +114,7 @@ class AdapterService:
             adapter = await self.find(ref)
             async with self._loads:
                 with self._folders.needed(adapter):
-                    if record is None or self._is_wanted(record):
+                    if record is None or self._wishes.still_count(record):
                         is_pinned = record is not None and record.is_pinned
                         if is_pinned:
                             self._unpin(self._replaced.of(ref.adapter_id))  # there may be room for one of them
@@ -134,7 +136,7 @@ class AdapterService:
     async def apply(self, records: bytes) -> None:
         """Do what admins want, as far as it is new; loads go on in the background."""
         wanted = {record.ref.adapter_id: record for record in msgspec.msgpack.decode(records, type=AdapterRecords).records}
-        previous, self._records = self._records, wanted
+        previous, self._wishes.records = self._wishes.records, wanted
         for adapter_id, record in previous.items():
             if adapter_id not in wanted:
                 replaced = self._replaced.drop_all(adapter_id)
@@ -149,7 +151,7 @@ class AdapterService:
                     await self._act(record, known)
                 except Exception:  # one that can't be done keeps nobody from the others
                     logger.exception("adapter %s: what an admin wants of it can't be done; the next change tries again", adapter_id)
-                    self._records.pop(adapter_id)
+                    self._wishes.records.pop(adapter_id)
 
     async def statuses(self) -> list[AdapterStatus]:
         """Also of what is on disk alone, since an earlier process has used it: it takes room, and can be unloaded."""
@@ -195,16 +197,6 @@ class AdapterService:
         self._use(record.ref).is_loading = True
         self._in_background(self._load_and_log(record, is_renewed))
 
-    def _record(self, use: AdapterUse) -> AdapterRecord | None:
-        """What admins want of it."""
-        record = self._records.get(use.ref.adapter_id)
-        return record if record and self._key(record.ref) == use.ref else None
-
-    def _is_wanted(self, record: AdapterRecord) -> bool:
-        newest = self._records.get(record.ref.adapter_id)
-        is_same = newest and self._key(newest.ref) == self._key(record.ref) and newest.is_pinned == record.is_pinned
-        return bool(newest and is_same and newest.is_loaded)
-
     async def _load_and_log(self, record: AdapterRecord, is_renewed: bool = False) -> None:
         await logged_load(self.load(record.ref, record, is_renewed), record.ref.adapter_id)
         self._forget_failed(record.ref)
@@ -212,7 +204,7 @@ class AdapterService:
 
     async def _unload_replaced(self, adapter_id: str) -> None:
         """Once what the id means now is there: an undo brings back what it meant before. Loads that were overtaken are waited for."""
-        record = self._records.get(adapter_id)
+        record = self._wishes.records.get(adapter_id)
         use = self._uses.get(self._key(record.ref)) if record else None
         if use and use.adapter and not use.is_loading and not use.error:
             for ref in self._replaced.of(adapter_id):
@@ -225,18 +217,18 @@ class AdapterService:
         keys = [key for key in self._uses if key == self._key(ref) or (key.merge and key.adapter_id == ref.adapter_id)]
         self._unpin(keys)
         uses = [self._uses.pop(key) for key in keys]
-        if not any(use.adapter for use in uses):
+        if not any(use.adapter for use in uses) and not self._wishes.is_place_wanted(ref):
             return await self._finder.remove(ref)
-        loop = asyncio.get_running_loop()
+        loop, wanted = asyncio.get_running_loop(), self._wishes.versions(self._uses)
         for use in uses:
-            if use.adapter and not self._wishes_beside(use):
+            if use.adapter and use.version not in wanted:
                 self._unloading.append(use)
                 freed = partial(loop.call_soon_threadsafe, self._freed, use)
                 await self._ask(partial(AdapterTiers.unload, version=use.adapter.version, on_freed=freed))
 
     def _freed(self, use: AdapterUse) -> None:
         """Or wanted again before its last request had ended; then its files stay."""
-        if use.ref in self._uses:
+        if use.ref in self._uses or use.version in self._wishes.versions(self._uses):
             self._unloading.remove(use)
         else:
             self._in_background(self._remove(use))
@@ -251,14 +243,10 @@ class AdapterService:
     def _unpin(self, refs: list[AdapterRef]) -> None:
         keys = [self._key(ref) for ref in refs]
         self._folders.unpin(keys)
+        wanted = self._wishes.versions(self._uses, keys)
         for use in (self._uses[key] for key in keys if key in self._uses):
-            if not any(record.is_pinned for record in self._wishes_beside(use)):
+            if not wanted.get(use.version):
                 self._engine.call(partial(AdapterTiers.unpin, version=use.version))
-
-    def _wishes_beside(self, use: AdapterUse) -> list[AdapterRecord]:
-        """What admins want to be loaded by other ids, in the same version as this one."""
-        others = (other for other in self._uses.values() if other is not use and other.version == use.version != "")
-        return [record for other in others if (record := self._record(other)) and record.is_loaded]
 
     async def _ask(self, work: Callable[[AdapterTiers], T]) -> T:
         return await asyncio.wrap_future(self._engine.call(work))
@@ -281,7 +269,7 @@ class AdapterService:
     def _forget_failed(self, ref: AdapterRef) -> None:
         """A load that found nothing, once no admin wants it any more: one by the same name may be there and be meant."""
         use = self._uses.get(self._key(ref))
-        if use and not (use.adapter or use.is_loading or use.num_running or self._record(use)):
+        if use and not (use.adapter or use.is_loading or use.num_running or self._wishes.of(use)):
             del self._uses[use.ref]
 
     def _forget_idle(self) -> None:
@@ -289,7 +277,7 @@ class AdapterService:
         for key, use in list(islice(self._uses.items(), NUM_LOOKED_AT)):
             if len(self._uses) < MAX_REMEMBERED:
                 return
-            if use.num_running or use.is_loading or self._record(use):
+            if use.num_running or use.is_loading or self._wishes.of(use):
                 self._uses.move_to_end(key)
             else:
                 del self._uses[key]

@@ -106,7 +106,7 @@ class AdapterStore:
 
     def left_on_disk(self, known: Iterable[AdapterRef]) -> list[tuple[AdapterRef, Adapter]]:
         """Downloads that none of these references means: others made them. Nothing but their place and version is looked up."""
-        keys = set(map(self._key, known))
+        keys = set(map(self.place_key, known))
         left = []
         for entry in self._cache.entries():
             ref = AdapterRef(adapter_id=entry.name, source="" if "://" in entry.name else "hub")
@@ -121,7 +121,7 @@ class AdapterStore:
         """The next find asks the source; where that fails, what is on disk is served on, unless the source says that it is no more.
 
         Folders need no such thing: they are always read as they are."""
-        key = self._key(ref)
+        key = self.place_key(ref)
         if self._cache.entry(key) or key in self._fetching:
             self._stale.add(key)
         self._failures.drop(lambda asker: asker[0] == key)
@@ -129,9 +129,9 @@ class AdapterStore:
     def remove(self, ref: AdapterRef, path: str = "") -> None:
         """Deletes its download; what is held is for `free`. The configured roots are left alone. path: of a merge; only it tells."""
         self.forget(ref)
-        key = self._key(ref)
+        key = self.place_key(ref)
         self._readers.drop(lambda asker: asker[0] == key)
-        self._cache.remove(self._key(ref, path))
+        self._cache.remove(self.place_key(ref, path))
         self._stale.discard(key)
         self._unrenewed.pop(key, None)
 
@@ -155,14 +155,15 @@ class AdapterStore:
         return msgspec.structs.replace(ref, api_token="") if ref.merge else named(ref, self._default_source)
 
     def disk_bytes(self, ref: AdapterRef, path: str = "") -> int:
-        return self._cache.num_bytes(self._key(ref, path))
+        return self._cache.num_bytes(self.place_key(ref, path))
 
     def is_private(self, ref: AdapterRef) -> bool:
         """Whether it is here and not for everybody."""
-        entry = self._cache.entry(self._key(ref))
+        entry = self._cache.entry(self.place_key(ref))
         return entry is not None and entry.is_private
 
-    def _key(self, ref: AdapterRef, path: str = "") -> str:
+    def place_key(self, ref: AdapterRef, path: str = "") -> str:
+        """Of the folder of its download; the same for all ways to write the place."""
         if ref.merge and path:
             return Path(path).parent.name
         try:

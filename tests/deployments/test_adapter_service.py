@@ -367,6 +367,49 @@ def test_what_happens_to_one_name_of_a_folder_leaves_its_other_name_alone(servic
     run(work())
 
 
+def test_the_other_name_of_what_is_unloaded_has_no_pin_that_nobody_gave_it(service: AdapterService, root: Path) -> None:
+    async def work() -> None:
+        admin, path = Admin(service), str(root / "small")
+        await admin.change("load", "small", is_pinned=True)
+        await admin.change("load", path)
+        await settled(service, path)
+        await admin.change("unload", "small")
+        status = await settled(service, path)
+        assert (status.state, status.is_pinned) == ("host", False)
+
+    run(work())
+
+
+def test_a_name_that_was_unloaded_keeps_nothing_for_its_other_name(service: AdapterService, root: Path) -> None:
+    async def work() -> None:
+        admin, path = Admin(service), str(root / "small")
+        await admin.change("load", "small")
+        await admin.change("load", path)
+        await settled(service, path)
+        await admin.change("unload", path)
+        await service.find(ref(path))  # as a request does
+        await admin.change("unload", "small")
+        await gone(service, "small")
+        assert (await statuses(service))[path].host_bytes == 0
+
+    run(work())
+
+
+def test_a_link_that_leads_elsewhere_leaves_alone_what_it_led_to(service: AdapterService, root: Path) -> None:
+    async def work() -> None:
+        (root / "latest").symlink_to(root / "small")
+        await Admin(service).change("load", "small", is_pinned=True)
+        await settled(service, "small")
+        old = await service.find(ref("latest"))
+        (root / "latest").unlink()
+        (root / "latest").symlink_to(root / "large")
+        assert (await service.find(ref("latest"))).version != old.version
+        status = await settled(service, "small")
+        assert (status.state, status.is_pinned, status.version) == ("host", True, old.version)
+
+    run(work())
+
+
 def test_many_who_wait_for_one_download_take_one_thread(root: Path, tmp_path: Path, engine: Engine) -> None:
     class Slow(Store):
         num_searches = 0
@@ -516,15 +559,17 @@ def test_one_more_is_served_when_all_that_are_remembered_have_to_be(service: Ada
 def test_a_new_adapter_costs_the_same_however_many_are_remembered(service: AdapterService, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(adapter_service, "MAX_REMEMBERED", 50)
     looked_at: list[AdapterUse] = []
-    record_of = service._record
+    record_of = service._wishes.of
 
     def counted_record(use: AdapterUse) -> AdapterRecord | None:
         looked_at.append(use)
         return record_of(use)
 
-    monkeypatch.setattr(service, "_record", counted_record)
+    monkeypatch.setattr(service._wishes, "of", counted_record)
     refs = [ref(f"a{i}") for i in range(100)]
-    service._records = {each.adapter_id: AdapterRecord(ref=each, is_loaded=True, is_pinned=False, generation=1, number=1) for each in refs}
+    service._wishes.records = {
+        each.adapter_id: AdapterRecord(ref=each, is_loaded=True, is_pinned=False, generation=1, number=1) for each in refs
+    }
     for each in refs:
         service._use(each)
     looked_at.clear()

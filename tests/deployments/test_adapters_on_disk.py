@@ -114,6 +114,45 @@ def test_it_is_one_adapter_beside_a_replica_that_serves_it(world: World) -> None
     run(work())
 
 
+def spelt_otherwise(ref: AdapterRef) -> AdapterRef:
+    scheme, _, address = ref.adapter_id.partition("://")
+    return AdapterRef(adapter_id=address, source=scheme)
+
+
+def test_unloading_one_spelling_of_a_download_leaves_the_other_alone_where_only_that_is_known(world: World) -> None:
+    async def work() -> None:
+        service, _ = world.replica()
+        wanted = AdapterSet()
+        wanted.change(AdapterChange(action="load", ref=world.ref))
+        await service.apply(msgspec.msgpack.encode(wanted.snapshot()))
+        await settled(service)
+        wanted.change(AdapterChange(action="unload", ref=spelt_otherwise(world.ref)))
+        await service.apply(msgspec.msgpack.encode(wanted.snapshot()))
+        await settled(service)
+        (status,) = await service.statuses()
+        assert (status.state, status.disk_bytes) == ("host", world.num_bytes) and len(world.files()) == 1
+
+    run(work())
+
+
+def test_a_download_that_leaves_stays_when_it_is_loaded_by_its_other_spelling(world: World) -> None:
+    async def work() -> None:
+        service, _ = world.replica()
+        wanted = AdapterSet()
+        wanted.change(AdapterChange(action="load", ref=world.ref))
+        await service.apply(msgspec.msgpack.encode(wanted.snapshot()))
+        await settled(service)
+        adapter = await service.find(world.ref)
+        await service._ask(lambda tiers: tiers.table.acquire(adapter))  # a request that goes on
+        for action, ref in (("unload", world.ref), ("load", spelt_otherwise(world.ref))):
+            wanted.change(AdapterChange(action=action, ref=ref))
+            await service.apply(msgspec.msgpack.encode(wanted.snapshot()))
+        await settled(service)
+        assert len(world.files()) == 1 and len(list(world.files()[0].parent.parent.glob("entry.json"))) == 1
+
+    run(work())
+
+
 def test_an_adapter_is_unloading_until_its_files_are_gone(world: World) -> None:
     async def work() -> None:
         service, store = world.replica()
