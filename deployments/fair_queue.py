@@ -17,7 +17,7 @@ from loray.deployments.sequence import Sequence
 MAX_DEAD_ENTRIES = 64  # of a lane, beyond as many as it has live ones
 
 
-def account_of(adapter: Adapter | None) -> str:
+def account_name(adapter: Adapter | None) -> str:
     return adapter.account or adapter.adapter_id if adapter else ""
 
 
@@ -114,20 +114,20 @@ class FairQueue:
 
     def weight_of(self, sequence: Sequence) -> float:
         """Of its adapter."""
-        return self._accounts[account_of(sequence.adapter)].weight
+        return self._accounts[account_name(sequence.adapter)].weight
 
     def served(self, sequence: Sequence) -> float:
         """Tokens that its adapter was served, for its weight."""
-        return self._accounts[account_of(sequence.adapter)].served
+        return self._accounts[account_name(sequence.adapter)].served
 
     def charge(self, sequence: Sequence, num_tokens: int) -> None:
-        account = self._accounts[account_of(sequence.adapter)]
+        account = self._accounts[account_name(sequence.adapter)]
         account.served += num_tokens / account.weight
 
     def refund(self, sequence: Sequence, num_tokens: int) -> None:
         """What was charged for a row that is not computed after all."""
         self.charge(sequence, -num_tokens)
-        for line in self._accounts[account_of(sequence.adapter)].lines.values():
+        for line in self._accounts[account_name(sequence.adapter)].lines.values():
             if line.entry:  # a lane finds the entries that are too low by itself, not those that are too high
                 self._lane_of(line).push(line)
 
@@ -135,7 +135,7 @@ class FairQueue:
         if sequence.waits_for_grammar:
             self._held[sequence] = None
             return
-        name = account_of(sequence.adapter)
+        name = account_name(sequence.adapter)
         if name not in self._accounts:
             weight_by_id = self._weights.get(sequence.adapter.adapter_id, 1.0) if sequence.adapter else 1.0
             self._accounts[name] = Account(name, self._weights.get(name, weight_by_id), self._floor())
@@ -143,7 +143,7 @@ class FairQueue:
 
     def take(self, sequence: Sequence) -> None:
         """It waits no longer, it runs."""
-        account = self._accounts[account_of(sequence.adapter)]
+        account = self._accounts[account_name(sequence.adapter)]
         account.num_running += 1
         self._running[account.name] = account
         self._remove(sequence)
@@ -154,7 +154,7 @@ class FairQueue:
     def put_back(self, sequence: Sequence) -> None:
         """It runs no longer, and waits ahead of those of its version that came later."""
         self._insert(sequence)
-        self._accounts[account_of(sequence.adapter)].lines[sequence.adapter].sequences.move_to_end(sequence, last=False)
+        self._accounts[account_name(sequence.adapter)].lines[sequence.adapter].sequences.move_to_end(sequence, last=False)
         self._stop(sequence)
 
     def forget(self, sequence: Sequence) -> None:
@@ -166,7 +166,7 @@ class FairQueue:
             self._remove(sequence)
         else:
             self._stop(sequence)
-        account = self._accounts[account_of(sequence.adapter)]
+        account = self._accounts[account_name(sequence.adapter)]
         if not account.num_running and not account.num_waiting:
             del self._accounts[account.name]
 
@@ -207,7 +207,7 @@ class FairQueue:
 
     def placed(self, sequence: Sequence) -> None:
         """Its adapter is in the pool now, so its line is among those inside, whoever else is looked at."""
-        self._inside.push(self._accounts[account_of(sequence.adapter)].lines[sequence.adapter])
+        self._inside.push(self._accounts[account_name(sequence.adapter)].lines[sequence.adapter])
 
     def next_adapters(self, limit: int) -> list[Adapter]:
         """Adapters outside the pool that wait for their turn: those that are not ready, then the others in the order of their turns."""
@@ -226,7 +226,7 @@ class FairQueue:
         return self._inside if line.adapter is None or line.adapter.page_ids else self._outside
 
     def _insert(self, sequence: Sequence) -> None:
-        account = self._accounts[account_of(sequence.adapter)]
+        account = self._accounts[account_name(sequence.adapter)]
         line = account.lines.get(sequence.adapter)
         if line is None:
             line = account.lines[sequence.adapter] = Line(account, sequence.adapter, self._num_lines)
@@ -237,7 +237,7 @@ class FairQueue:
         self._num_waiting += 1
 
     def _remove(self, sequence: Sequence) -> None:
-        account = self._accounts[account_of(sequence.adapter)]
+        account = self._accounts[account_name(sequence.adapter)]
         line = account.lines[sequence.adapter]
         del line.sequences[sequence]
         if not line.sequences:
@@ -248,7 +248,7 @@ class FairQueue:
         self._num_waiting -= 1
 
     def _stop(self, sequence: Sequence) -> None:
-        account = self._accounts[account_of(sequence.adapter)]
+        account = self._accounts[account_name(sequence.adapter)]
         account.num_running -= 1
         if not account.num_running:
             del self._running[account.name]

@@ -16,7 +16,7 @@ from collections import defaultdict
 from collections.abc import Callable, Collection, Iterable, Mapping
 
 from loray.deployments.adapters import Adapter
-from loray.deployments.fair_queue import FairQueue, account_of
+from loray.deployments.fair_queue import FairQueue, account_name
 from loray.deployments.sequence import Sequence
 
 Held = Callable[[Sequence], int]  # what a running sequence holds of what is short
@@ -39,19 +39,19 @@ def victim_of_arrival(
     taker: Sequence, num_wanted: int, held: Held, lead: float, running: Collection[Sequence], queue: FairQueue
 ) -> Sequence | None:
     """The running sequence whose place a waiting one may take: of an adapter that it is at most `lead` ahead of."""
-    account = account_of(taker.adapter)
+    account = account_name(taker.adapter)
     shares = _shares(running, held, queue)
     share = shares[account] + num_wanted / queue.weight_of(taker)
-    candidates = (s for s in running if account_of(s.adapter) != account and queue.served(s) + lead >= queue.served(taker))
+    candidates = (s for s in running if account_name(s.adapter) != account and queue.served(s) + lead >= queue.served(taker))
     victim = _youngest_of_largest(candidates, running, shares)
-    return victim if victim and shares[account_of(victim.adapter)] >= 2 * share else None
+    return victim if victim and shares[account_name(victim.adapter)] >= 2 * share else None
 
 
 def may_pass(sequence: Sequence, num_wanted: int, blocked: Sequence, running: Iterable[Sequence], queue: FairQueue) -> bool:
     """Whether a waiting sequence need not wait behind one that finds no blocks: it will hold at most half of what that one's do."""
     shares = _shares(running, num_blocks, queue)
-    share = shares[account_of(sequence.adapter)] + num_wanted / queue.weight_of(sequence)
-    return shares[account_of(blocked.adapter)] >= 2 * share
+    share = shares[account_name(sequence.adapter)] + num_wanted / queue.weight_of(sequence)
+    return shares[account_name(blocked.adapter)] >= 2 * share
 
 
 def adapters_to_leave(
@@ -73,11 +73,11 @@ def _shares(running: Iterable[Sequence], held: Held, queue: FairQueue) -> dict[s
     """What each adapter's running sequences hold, for its weight."""
     shares: dict[str, float] = defaultdict(float)
     for sequence in running:
-        shares[account_of(sequence.adapter)] += held(sequence) / queue.weight_of(sequence)
+        shares[account_name(sequence.adapter)] += held(sequence) / queue.weight_of(sequence)
     return shares
 
 
 def _youngest_of_largest(candidates: Iterable[Sequence], running: Iterable[Sequence], shares: Mapping[str, float]) -> Sequence | None:
     oldest = min(running, key=lambda sequence: sequence.arrival, default=None)
     others = (sequence for sequence in candidates if sequence is not oldest)
-    return max(others, key=lambda sequence: (shares[account_of(sequence.adapter)], sequence.arrival), default=None)
+    return max(others, key=lambda sequence: (shares[account_name(sequence.adapter)], sequence.arrival), default=None)

@@ -12,7 +12,7 @@ import msgspec
 import pytest
 
 from loray.deployments import adapter_service
-from loray.deployments.adapter_records import AdapterChange, AdapterRecord, AdapterSet, Changed
+from loray.deployments.adapter_records import AdapterChange, AdapterRecord, AdapterSet
 from loray.deployments.adapter_service import AdapterService
 from loray.deployments.adapter_status import AdapterStatus
 from loray.deployments.adapter_store import AdapterStore
@@ -26,6 +26,7 @@ from loray.deployments.request import AdapterRef, MergeRecipe
 from loray.models.merging import MergeMethod, merge_adapters
 from tests.deployments.peft_folder import SHAPES, save_folder
 from tests.deployments.rank_in_process import PAGE_BYTES, RankInProcess, start_engine
+from tests.deployments.replica_admin import ReplicaAdmin
 
 SECONDS = 10
 
@@ -97,24 +98,6 @@ async def settled(service: AdapterService, adapter_id: str) -> AdapterStatus:
 async def gone(service: AdapterService, adapter_id: str) -> None:
     while adapter_id in await statuses(service):
         await asyncio.sleep(0.01)
-
-
-class Admin:
-    """Changes the set as the registry does, and has the service act on the whole of it."""
-
-    def __init__(self, service: AdapterService) -> None:
-        self._service = service
-        self._set = AdapterSet()
-
-    async def change(self, action: Any, adapter_id: str, is_pinned: bool = False, source: str = "") -> Changed:
-        wanted = AdapterRef(adapter_id=adapter_id, source=source)
-        changed = self._set.change(AdapterChange(action=action, ref=wanted, is_pinned=is_pinned))
-        await self._service.apply(msgspec.msgpack.encode(self._set.snapshot()))
-        return changed
-
-    async def undo(self, changed: Changed) -> None:
-        self._set.undo(changed)
-        await self._service.apply(msgspec.msgpack.encode(self._set.snapshot()))
 
 
 def test_requests_are_counted_by_how_they_ended(service: AdapterService) -> None:
@@ -197,7 +180,7 @@ def test_preloading_waits_for_the_good_and_survives_the_bad(service: AdapterServ
 
 def test_what_admins_want_is_done_once(service: AdapterService, steps: RankInProcess, store: Store) -> None:
     async def work() -> None:
-        admin = Admin(service)
+        admin = ReplicaAdmin(service)
         await admin.change("load", "small", is_pinned=True)
         assert (await settled(service, "small")).is_pinned
         await admin.change("load", "large")
@@ -217,10 +200,10 @@ def test_what_admins_want_is_done_once(service: AdapterService, steps: RankInPro
 @pytest.mark.parametrize("is_pinned", [True, False])
 def test_a_failed_load_that_is_taken_back_leaves_nothing_in_the_list(service: AdapterService, is_pinned: bool) -> None:
     async def work() -> None:
-        admin = Admin(service)
+        admin = ReplicaAdmin(service)
         await service.load(ref("small"))
         for adapter_id, source in (("small", "s3"), ("nobody", "local")):  # the one is also by a right source, the other nowhere
-            changed = await admin.change("load", adapter_id, is_pinned, source)
+            changed = await admin.change("load", AdapterRef(adapter_id=adapter_id, source=source), is_pinned)
             while any(status.state == "loading" for status in await service.statuses()):
                 await asyncio.sleep(0.01)
             failed = [status for status in await service.statuses() if status.state == "failed"]
@@ -233,7 +216,7 @@ def test_a_failed_load_that_is_taken_back_leaves_nothing_in_the_list(service: Ad
 
 def test_a_load_that_fails_after_it_was_taken_back_leaves_nothing_in_the_list(service: AdapterService, store: Store) -> None:
     async def work() -> None:
-        admin = Admin(service)
+        admin = ReplicaAdmin(service)
         store.held = "nobody"
         changed = await admin.change("load", "nobody")
         await admin.undo(changed)
@@ -246,7 +229,7 @@ def test_a_load_that_fails_after_it_was_taken_back_leaves_nothing_in_the_list(se
 
 def test_a_load_that_is_taken_back_leaves_what_was_found(service: AdapterService, steps: RankInProcess, root: Path) -> None:
     async def work() -> None:
-        admin = Admin(service)
+        admin = ReplicaAdmin(service)
         steps.lost_paths = {str(root / "small")}
         changed = await admin.change("load", "small")
         assert (await settled(service, "small")).state == "failed"
@@ -293,12 +276,12 @@ def test_what_an_admin_wants_and_can_not_be_done_keeps_nobody_from_the_rest(
 
 def test_an_adapter_is_one_with_and_without_its_source(service: AdapterService) -> None:
     async def work() -> None:
-        await Admin(service).change("load", "small", is_pinned=True)
+        await ReplicaAdmin(service).change("load", "small", is_pinned=True)
         await settled(service, "small")
         await service.find(AdapterRef(adapter_id="small", source="local"))
         (status,) = await service.statuses()
         assert (status.source, status.is_pinned) == ("local", True)
-        await Admin(service).change("unpin", "small")
+        await ReplicaAdmin(service).change("unpin", "small")
         (status,) = await service.statuses()
         assert not status.is_pinned
 
@@ -327,7 +310,7 @@ def test_unloading_a_merge_by_its_name_frees_its_tiers_and_its_files(service: Ad
         merges = [status for status in await service.statuses() if status.adapter_id == name]
         assert [status.state for status in merges] == ["host", "host"] and all(status.disk_bytes for status in merges)
         assert len(list(tmp_path.glob(files))) == 2
-        await Admin(service).change("unload", name)
+        await ReplicaAdmin(service).change("unload", name)
         await gone(service, name)
         while glob(f"{tmp_path}/{files}"):  # pathlib's fails where a folder goes meanwhile
             await asyncio.sleep(0.01)
@@ -337,7 +320,7 @@ def test_unloading_a_merge_by_its_name_frees_its_tiers_and_its_files(service: Ad
 
 def test_a_reload_looks_again_and_a_pin_that_is_taken_back_is_gone(service: AdapterService, root: Path) -> None:
     async def work() -> None:
-        admin = Admin(service)
+        admin = ReplicaAdmin(service)
         await admin.change("load", "small", is_pinned=True)
         old = (await settled(service, "small")).version
         save_folder(root / "small", 8, seed=1)
@@ -353,7 +336,7 @@ def test_a_reload_looks_again_and_a_pin_that_is_taken_back_is_gone(service: Adap
 @pytest.mark.parametrize("action", ["unload", "unpin"])
 def test_what_happens_to_one_name_of_a_folder_leaves_its_other_name_alone(service: AdapterService, root: Path, action: str) -> None:
     async def work() -> None:
-        admin, path = Admin(service), str(root / "small")
+        admin, path = ReplicaAdmin(service), str(root / "small")
         await admin.change("load", "small", is_pinned=True)
         await admin.change("load", path, is_pinned=True)
         assert (await settled(service, path)).is_pinned
@@ -369,7 +352,7 @@ def test_what_happens_to_one_name_of_a_folder_leaves_its_other_name_alone(servic
 
 def test_the_other_name_of_what_is_unloaded_has_no_pin_that_nobody_gave_it(service: AdapterService, root: Path) -> None:
     async def work() -> None:
-        admin, path = Admin(service), str(root / "small")
+        admin, path = ReplicaAdmin(service), str(root / "small")
         await admin.change("load", "small", is_pinned=True)
         await admin.change("load", path)
         await settled(service, path)
@@ -382,7 +365,7 @@ def test_the_other_name_of_what_is_unloaded_has_no_pin_that_nobody_gave_it(servi
 
 def test_a_name_that_was_unloaded_keeps_nothing_for_its_other_name(service: AdapterService, root: Path) -> None:
     async def work() -> None:
-        admin, path = Admin(service), str(root / "small")
+        admin, path = ReplicaAdmin(service), str(root / "small")
         await admin.change("load", "small")
         await admin.change("load", path)
         await settled(service, path)
@@ -398,7 +381,7 @@ def test_a_name_that_was_unloaded_keeps_nothing_for_its_other_name(service: Adap
 def test_a_link_that_leads_elsewhere_leaves_alone_what_it_led_to(service: AdapterService, root: Path) -> None:
     async def work() -> None:
         (root / "latest").symlink_to(root / "small")
-        await Admin(service).change("load", "small", is_pinned=True)
+        await ReplicaAdmin(service).change("load", "small", is_pinned=True)
         await settled(service, "small")
         old = await service.find(ref("latest"))
         (root / "latest").unlink()
@@ -440,7 +423,7 @@ def test_equal_files_in_two_places_are_two_adapters(service: AdapterService, roo
     save_folder(root / "twin", 4)
 
     async def work() -> None:
-        admin = Admin(service)
+        admin = ReplicaAdmin(service)
         await admin.change("load", "small")
         await admin.change("load", "twin", is_pinned=True)
         assert (await settled(service, "small")).state == (await settled(service, "twin")).state == "host"
@@ -464,7 +447,7 @@ def test_a_folder_has_one_name_however_it_is_written(service: AdapterService) ->
 @pytest.mark.parametrize("action", ["unload", "unpin"])
 def test_what_admins_take_back_while_it_loads_is_taken_back(service: AdapterService, store: Store, action: str) -> None:
     async def work() -> None:
-        admin = Admin(service)
+        admin = ReplicaAdmin(service)
         store.held = "small"
         await admin.change("load", "small", is_pinned=True)
         await admin.change(action, "small")
@@ -479,7 +462,7 @@ def test_what_admins_take_back_while_it_loads_is_taken_back(service: AdapterServ
 
 def test_one_that_is_wanted_again_before_it_has_left_stays(service: AdapterService, store: Store) -> None:
     async def work() -> None:
-        admin = Admin(service)
+        admin = ReplicaAdmin(service)
         await admin.change("load", "small")
         await settled(service, "small")
         adapter = await service.find(ref("small"))
@@ -496,7 +479,7 @@ def test_one_that_is_wanted_again_before_it_has_left_stays(service: AdapterServi
 
 def test_a_pin_holds_for_the_next_version_too(service: AdapterService, root: Path) -> None:
     async def work() -> None:
-        admin = Admin(service)
+        admin = ReplicaAdmin(service)
         await admin.change("load", "small", is_pinned=True)
         await settled(service, "small")
         save_folder(root / "small", 8, seed=1)
@@ -530,7 +513,7 @@ def test_only_what_nobody_wants_is_forgotten(service: AdapterService, root: Path
         save_folder(root / f"a{i}", 4, seed=i)
 
     async def work() -> None:
-        admin = Admin(service)
+        admin = ReplicaAdmin(service)
         await admin.change("load", "small", is_pinned=True)
         await settled(service, "small")
         for i in range(8):
@@ -545,7 +528,7 @@ def test_one_more_is_served_when_all_that_are_remembered_have_to_be(service: Ada
     monkeypatch.setattr(adapter_service, "MAX_REMEMBERED", 1)
 
     async def work() -> None:
-        admin = Admin(service)
+        admin = ReplicaAdmin(service)
         await admin.change("load", "small")
         await settled(service, "small")
         assert (await service.find(ref("large"))).rank == 16

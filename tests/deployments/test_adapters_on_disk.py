@@ -7,11 +7,9 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-import msgspec
 import pytest
 
 from loray.deployments import adapter_service
-from loray.deployments.adapter_records import AdapterChange, AdapterSet
 from loray.deployments.adapter_registry import merge_replicas
 from loray.deployments.adapter_service import AdapterService
 from loray.deployments.adapter_store import AdapterStore
@@ -22,6 +20,7 @@ from loray.models.step import HostCopy
 from tests.deployments.file_server import FileServer
 from tests.deployments.peft_folder import SHAPES, save_folder
 from tests.deployments.rank_in_process import PAGE_BYTES, RankInProcess, start_engine
+from tests.deployments.replica_admin import ReplicaAdmin, settled
 
 HELD_S = 5  # at most, so that a failing test ends
 
@@ -79,18 +78,6 @@ def run(work: Any) -> None:
     asyncio.run(asyncio.wait_for(work, 30))
 
 
-async def change(service: AdapterService, action: Any, ref: AdapterRef, is_pinned: bool = False) -> None:
-    wanted = AdapterSet()
-    wanted.change(AdapterChange(action=action, ref=ref, is_pinned=is_pinned))
-    await service.apply(msgspec.msgpack.encode(wanted.snapshot()))
-
-
-async def settled(service: AdapterService) -> None:
-    """Nothing that an admin asked for is still being done."""
-    while service._tasks or service._unloading:
-        await asyncio.sleep(0.01)
-
-
 def test_what_an_earlier_process_downloaded_is_listed_and_unloading_it_frees_the_disk(world: World) -> None:
     async def work() -> None:
         found = await world.replica()[0].find(world.ref)
@@ -98,7 +85,8 @@ def test_what_an_earlier_process_downloaded_is_listed_and_unloading_it_frees_the
         (status,) = await service.statuses()
         assert (status.adapter_id, status.source, status.version) == (world.ref.adapter_id, "http", found.version)
         assert (status.state, status.disk_bytes, status.num_served) == ("known", world.num_bytes, 0)
-        await change(service, "unload", AdapterRef(adapter_id=status.adapter_id, source=status.source, revision=status.revision))
+        listed = AdapterRef(adapter_id=status.adapter_id, source=status.source, revision=status.revision)
+        await ReplicaAdmin(service).change("unload", listed)
         assert await service.statuses() == [] and not world.files()
 
     run(work())
@@ -122,12 +110,10 @@ def spelt_otherwise(ref: AdapterRef) -> AdapterRef:
 def test_unloading_one_spelling_of_a_download_leaves_the_other_alone_where_only_that_is_known(world: World) -> None:
     async def work() -> None:
         service, _ = world.replica()
-        wanted = AdapterSet()
-        wanted.change(AdapterChange(action="load", ref=world.ref))
-        await service.apply(msgspec.msgpack.encode(wanted.snapshot()))
+        admin = ReplicaAdmin(service)
+        await admin.change("load", world.ref)
         await settled(service)
-        wanted.change(AdapterChange(action="unload", ref=spelt_otherwise(world.ref)))
-        await service.apply(msgspec.msgpack.encode(wanted.snapshot()))
+        await admin.change("unload", spelt_otherwise(world.ref))
         await settled(service)
         (status,) = await service.statuses()
         assert (status.state, status.disk_bytes) == ("host", world.num_bytes) and len(world.files()) == 1
@@ -138,15 +124,13 @@ def test_unloading_one_spelling_of_a_download_leaves_the_other_alone_where_only_
 def test_a_download_that_leaves_stays_when_it_is_loaded_by_its_other_spelling(world: World) -> None:
     async def work() -> None:
         service, _ = world.replica()
-        wanted = AdapterSet()
-        wanted.change(AdapterChange(action="load", ref=world.ref))
-        await service.apply(msgspec.msgpack.encode(wanted.snapshot()))
+        admin = ReplicaAdmin(service)
+        await admin.change("load", world.ref)
         await settled(service)
         adapter = await service.find(world.ref)
         await service._ask(lambda tiers: tiers.table.acquire(adapter))  # a request that goes on
-        for action, ref in (("unload", world.ref), ("load", spelt_otherwise(world.ref))):
-            wanted.change(AdapterChange(action=action, ref=ref))
-            await service.apply(msgspec.msgpack.encode(wanted.snapshot()))
+        await admin.change("unload", world.ref)
+        await admin.change("load", spelt_otherwise(world.ref))
         await settled(service)
         assert len(world.files()) == 1 and len(list(world.files()[0].parent.parent.glob("entry.json"))) == 1
 
@@ -158,7 +142,7 @@ def test_an_adapter_is_unloading_until_its_files_are_gone(world: World) -> None:
         service, store = world.replica()
         await service.load(world.ref)
         store.door.clear()
-        await change(service, "unload", world.ref)
+        await ReplicaAdmin(service).change("unload", world.ref)
         (status,) = await service.statuses()
         assert (status.state, status.host_bytes, status.disk_bytes) == ("unloading", 0, world.num_bytes)
         store.door.set()
@@ -179,7 +163,7 @@ def test_an_older_version_that_runs_on_through_an_unload_is_gone_from_disk_with_
                 store.forget(world.ref)
                 await service.load(world.ref)
                 assert len(world.files()) == 2
-                await change(service, "unload", world.ref)
+                await ReplicaAdmin(service).change("unload", world.ref)
                 await settled(service)
                 assert [str(file.parent) for file in world.files()] == [old.path]
             await settled(service)
@@ -195,7 +179,7 @@ def test_what_is_loaded_again_before_its_last_request_has_ended_stays_on_disk(wo
         service, _ = world.replica()
         adapter = await service.find(world.ref)
         with service.counted(world.ref, adapter):
-            await change(service, "unload", world.ref)
+            await ReplicaAdmin(service).change("unload", world.ref)
             await settled(service)
             assert (await service.find(world.ref)).path == adapter.path
         await settled(service)
@@ -209,10 +193,10 @@ def test_what_is_unloaded_while_it_is_read_is_gone_from_disk_when_its_load_ends(
         service, _ = world.replica()
         reading: list[HostCopy] = []
         prepare, world.rank.prepare = world.rank.prepare, reading.append  # type: ignore[method-assign]  # it takes long
-        await change(service, "load", world.ref)
+        await ReplicaAdmin(service).change("load", world.ref)
         while not reading:
             await asyncio.sleep(0.01)
-        await change(service, "unload", world.ref)
+        await ReplicaAdmin(service).change("unload", world.ref)
         while service._unloading:
             await asyncio.sleep(0.01)
         assert len(world.files()) == 1, "it is being read"
@@ -227,7 +211,7 @@ def test_what_is_unloaded_while_it_is_read_is_gone_from_disk_when_its_load_ends(
 def test_a_pin_keeps_files_on_disk_until_the_adapter_is_unloaded(world: World, is_pinned: bool) -> None:
     async def work() -> None:
         service, _ = world.replica()
-        await change(service, "load", world.ref, is_pinned)
+        await ReplicaAdmin(service).change("load", world.ref, is_pinned)
         await settled(service)
         assert len(world.files()) == 1
         other = world.save("other", seed=1)
@@ -237,7 +221,7 @@ def test_a_pin_keeps_files_on_disk_until_the_adapter_is_unloaded(world: World, i
         else:
             await world.replica(num_adapters=1)[0].find(other)
         assert any("other" in str(file) for file in world.files()) != is_pinned
-        await change(service, "unload", world.ref)
+        await ReplicaAdmin(service).change("unload", world.ref)
         await settled(service)
         assert not any("mine" in str(file) for file in world.files())
 
@@ -247,9 +231,9 @@ def test_a_pin_keeps_files_on_disk_until_the_adapter_is_unloaded(world: World, i
 def test_an_unpinned_adapters_files_may_go(world: World) -> None:
     async def work() -> None:
         service, _ = world.replica()
-        await change(service, "load", world.ref, is_pinned=True)
+        await ReplicaAdmin(service).change("load", world.ref, is_pinned=True)
         await settled(service)
-        await change(service, "unpin", world.ref)
+        await ReplicaAdmin(service).change("unpin", world.ref)
         await settled(service)
         await world.replica(num_adapters=1)[0].find(world.save("other", seed=1))
         assert ["other" in str(file) for file in world.files()] == [True]
@@ -264,7 +248,7 @@ def test_a_replica_neither_evicts_nor_unloads_what_a_request_of_another_needs(wo
         with serving.counted(world.ref, adapter):
             with pytest.raises(AdapterFailed, match="in use take"):
                 await other.find(world.save("other", seed=1))
-            await change(other, "unload", world.ref)
+            await ReplicaAdmin(other).change("unload", world.ref)
             await settled(other)
             assert [str(file.parent) for file in world.files()] == [adapter.path] and other_store.disk_bytes(world.ref)
         await settled(serving)

@@ -6,10 +6,9 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-import msgspec
 import pytest
 
-from loray.deployments.adapter_records import AdapterChange, AdapterSet, Changed
+from loray.deployments.adapter_records import Changed
 from loray.deployments.adapter_service import AdapterService
 from loray.deployments.adapter_status import AdapterStatus
 from loray.deployments.adapter_store import AdapterStore
@@ -19,6 +18,7 @@ from loray.deployments.request import AdapterRef
 from tests.deployments.file_server import Handler, HubServer
 from tests.deployments.peft_folder import SHAPES, save_folder
 from tests.deployments.rank_in_process import PAGE_BYTES, RankInProcess, start_engine
+from tests.deployments.replica_admin import ReplicaAdmin, settled
 
 SECONDS = 10
 NEWEST, MAIN, NOWHERE = (AdapterRef(adapter_id="org/it", source="hub", revision=revision) for revision in ("", "main", "nope"))
@@ -54,30 +54,19 @@ class World:
         self.store = AdapterStore(AdapterArgs(local_roots=[self.folder / "local"]), SHAPES, self.folder / "cache")
         self.rank = RankInProcess()
         self.service = AdapterService(self.store, start_engine(self.rank), max_waiting=2, page_bytes=PAGE_BYTES)
-        self.wanted = AdapterSet()
-
-    async def apply(self) -> None:
-        await self.service.apply(msgspec.msgpack.encode(self.wanted.snapshot()))
-
-    async def change(self, action: Any, ref: AdapterRef, is_pinned: bool = False) -> Changed:
-        """Returns at once."""
-        changed = self.wanted.change(AdapterChange(action=action, ref=ref, is_pinned=is_pinned))
-        await self.apply()
-        return changed
+        self.admin = ReplicaAdmin(self.service)
 
     async def done(self, action: Any, ref: AdapterRef, is_pinned: bool = False) -> Changed:
-        changed = await self.change(action, ref, is_pinned)
+        changed = await self.admin.change(action, ref, is_pinned)
         await self.settled()
         return changed
 
     async def undo(self, changed: Changed) -> None:
-        self.wanted.undo(changed)
-        await self.apply()
+        await self.admin.undo(changed)
         await self.settled()
 
     async def settled(self) -> None:
-        while self.service._tasks or self.service._unloading:
-            await asyncio.sleep(0.01)
+        await settled(self.service)
 
     async def status(self, ref: AdapterRef) -> AdapterStatus | None:
         wanted = (ref.adapter_id, ref.source, ref.revision)
@@ -134,9 +123,9 @@ def test_unloading_what_is_on_its_way_unloads_what_the_id_meant_before(world: Wo
     async def work() -> None:
         await world.done("load", NEWEST, is_pinned=True)
         world.hub.held = "main"
-        await world.change("load", MAIN)
+        await world.admin.change("load", MAIN)
         assert await world.status(NEWEST)
-        await world.change("unload", MAIN)
+        await world.admin.change("unload", MAIN)
         while world.service._unloading:
             await asyncio.sleep(0.01)
         assert await world.status(NEWEST) is None and world.num_files() == 0
@@ -163,8 +152,8 @@ def test_a_load_that_is_taken_back_leaves_the_download_that_requests_use(world: 
 def test_a_load_that_another_source_has_overtaken_is_not_carried_out(world: World, is_pinned: bool) -> None:
     async def work() -> None:
         world.hub.held = "main"
-        await world.change("load", MAIN, is_pinned)
-        await world.change("load", LOCAL, is_pinned)
+        await world.admin.change("load", MAIN, is_pinned)
+        await world.admin.change("load", LOCAL, is_pinned)
         while (local := await world.status(LOCAL)) is None or local.state != "host":
             await asyncio.sleep(0.01)
         world.hub.door.set()
