@@ -1,9 +1,12 @@
-"""Matrices kept in float16 and multiplied in float32: the same numbers from half the memory. CPUs with FBGEMM only."""
+"""Matrices kept in float16 and multiplied in float32: the same numbers from half the memory. x86 with AVX2 only.
+
+FBGEMM is there on ARM too, but its float16 product is for newer ones than the first Neoverse and dies there of an illegal instruction.
+"""
 
 import torch
 from torch import Tensor
 
-HAS_FBGEMM = "fbgemm" in torch.backends.quantized.supported_engines
+HAS_HALF_LINEAR = "fbgemm" in torch.backends.quantized.supported_engines and torch.backends.cpu.get_cpu_capability().startswith("AVX")
 ROWS_AT_ONCE = 1024  # of a check, which copies them
 
 
@@ -20,7 +23,7 @@ class HalfMatrix:
 
 def pack_half(weight: Tensor) -> HalfMatrix | None:
     """None where it can't be had, or where float16 would change a number."""
-    if not HAS_FBGEMM or weight.device.type != "cpu" or weight.dtype != torch.float32 or weight.numel() == 0:
+    if not HAS_HALF_LINEAR or weight.device.type != "cpu" or weight.dtype != torch.float32 or weight.numel() == 0:
         return None
     is_exact = all(torch.equal(rows.half().float(), rows) for rows in weight.split(ROWS_AT_ONCE))
     return HalfMatrix(weight) if is_exact else None

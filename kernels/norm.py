@@ -30,7 +30,11 @@ def add_rms_norm(x: Tensor, added: Parted, weight: Tensor, eps: float, scale: fl
         from loray.kernels.norm_triton import add_rms_norm as on_gpu
 
         return on_gpu(x, added, weight, eps, scale)
-    return rms_norm(x.add_(added.joined(), alpha=scale), weight, eps)
+    if x.dtype == torch.float32:
+        x.add_(added.joined(), alpha=scale)
+    else:  # some CPUs would round the product before the sum
+        x.copy_(torch.add(x.float(), added.joined().float(), alpha=scale))
+    return rms_norm(x, weight, eps)
 
 
 @lru_cache

@@ -14,8 +14,8 @@ def free_bytes(device: torch.device, memory_fraction: float) -> int:
 
 
 def is_out_of_memory(error: RuntimeError) -> bool:
-    """On a GPU or, in other words, on a CPU."""
-    return isinstance(error, torch.OutOfMemoryError) or "can't allocate memory" in str(error)
+    """On a GPU or, in other words, on a CPU: x86's and ARM's."""
+    return isinstance(error, torch.OutOfMemoryError) or any(words in str(error) for words in ("can't allocate memory", "not enough memory"))
 
 
 def release(device: torch.device) -> None:

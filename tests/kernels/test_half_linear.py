@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from loray.kernels.half_linear import HAS_FBGEMM, pack_half
+from loray.kernels.half_linear import HAS_HALF_LINEAR, pack_half
 
 
 @pytest.mark.parametrize("num_tokens", [1, 7, 70])
@@ -12,7 +12,7 @@ def test_the_product_is_that_of_float32(num_tokens: int, outputs: int, inputs: i
     weight = torch.randn(outputs, inputs).half().float()
     x = torch.randn(num_tokens, inputs)
     packed = pack_half(weight)
-    assert (packed is not None) == HAS_FBGEMM
+    assert (packed is not None) == HAS_HALF_LINEAR
     if packed is not None:
         torch.testing.assert_close(packed(x).double(), x.double() @ weight.double().T, atol=1e-4, rtol=1e-5)
 

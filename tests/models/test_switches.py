@@ -245,4 +245,5 @@ def test_reorder_and_upcast_attn_attends_in_float32(is_upcast: bool, tmp_path: P
     qkv, attended = seen[0]
     q, k, v = qkv.float().view(len(PROMPT), 3, 5, 8).permute(1, 2, 0, 3)  # each [heads, tokens, head_dim]
     expected = F.scaled_dot_product_attention(q, k, v, is_causal=True).transpose(0, 1).reshape(len(PROMPT), -1)
-    assert torch.equal(attended, expected.bfloat16()) == is_upcast
+    others = (attended != expected.bfloat16()).float().mean()
+    assert (others < 0.01) if is_upcast else (others > 0.1)  # a few lie between two numbers
