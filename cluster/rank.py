@@ -53,7 +53,11 @@ class RankSpec(msgspec.Struct, frozen=True):
 class Rank:
     def __init__(self, rank: int, spec: RankSpec) -> None:
         logging.basicConfig(level=logging.INFO, format=f"%(asctime)s rank {rank}: %(message)s", force=True)
-        # Read when torch is first imported. Its threads wait by spinning; for long, they starve whatever shares these cores.
+        self._num_threads = max(1, (os.cpu_count() or 1) // spec.world_size)
+        # Read when torch is first imported. Ray's is the number of CPUs that an actor asks for, and OpenBLAS, where torch has that,
+        # never takes more than it finds here.
+        os.environ["OMP_NUM_THREADS"] = str(self._num_threads)
+        # Threads wait by spinning; for long, they starve whatever shares these cores.
         os.environ.setdefault("GOMP_SPINCOUNT", "2000")
         self._rank = rank
         self._spec = spec
@@ -73,7 +77,7 @@ class Rank:
 
         spec = self._spec
         if spec.device == "cpu":
-            torch.set_num_threads(max(1, (os.cpu_count() or 1) // spec.world_size))
+            torch.set_num_threads(self._num_threads)
         device = torch.device("cuda", 0) if spec.device == "cuda" else torch.device("cpu")
         self._runner = self._native_runner(master, device) if spec.implementation == "native" else self._hosted_runner(device)
         return self._runner.report(spec.memory_fraction)

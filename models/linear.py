@@ -9,6 +9,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
+from loray.kernels.acl_linear import AclMatrix, pack_acl
 from loray.kernels.delta import Parted
 from loray.kernels.float8_linear import Float8Matrix, pack_float8
 from loray.kernels.half_linear import HalfMatrix, pack_half
@@ -129,12 +130,12 @@ class Linear(nn.Module):
         return [f"{parent}.{projection.name}" for projection in self.projections]
 
 
-PackedMatrix = HalfMatrix | Float8Matrix
+PackedMatrix = HalfMatrix | AclMatrix | Float8Matrix
 
 
 def pack_matrix(weight: Tensor, has_float8_weights: bool) -> PackedMatrix | None:
     """None where it stays as it is."""
-    return pack_float8(weight) if has_float8_weights else pack_half(weight)
+    return pack_float8(weight) if has_float8_weights else pack_half(weight) or pack_acl(weight)
 
 
 Parts = Shard | tuple[Shard, ...]
