@@ -1,8 +1,14 @@
-"""How much of a GPU a rank may still take, and what to do when it took too much."""
+"""How much memory a rank may still take, how it is taken, and what to do when it took too much."""
 
 import gc
 
 import torch
+from torch import Tensor
+
+
+def claimed(pool: Tensor) -> Tensor:
+    """The same, all of its memory taken: a CPU's comes page by page when it is first written, hours after a start that seemed to fit."""
+    return pool.zero_() if pool.device.type == "cpu" else pool
 
 
 def free_bytes(device: torch.device, memory_fraction: float) -> int:

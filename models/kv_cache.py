@@ -5,6 +5,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from loray.models.device_memory import claimed
+
 FLOAT8 = torch.float8_e4m3fn
 
 
@@ -21,7 +23,7 @@ class KVCache:
     def __init__(self, num_layers: int, num_blocks: int, kv_shape: tuple[int, int, int], scales: Tensor | None = None) -> None:
         dtype = torch.get_default_dtype() if scales is None else FLOAT8
         block_size, num_kv_heads, head_dim = kv_shape
-        self._blocks = torch.empty(num_layers, num_blocks, block_size, 2 * num_kv_heads, head_dim, dtype=dtype)
+        self._blocks = claimed(torch.empty(num_layers, num_blocks, block_size, 2 * num_kv_heads, head_dim, dtype=dtype))
         of_layers = [None] * num_layers if scales is None else scales.unbind()
         self.layers = tuple(LayerKV(*layer) for layer in zip(self._blocks.unbind(), of_layers, strict=True))
 

@@ -15,6 +15,7 @@ from loray.kernels.lora import LoraPages
 from loray.models.adapter import PAGE_RANK, AdapterError
 from loray.models.adapter_specs import AdapterSpecs
 from loray.models.adapter_tensors import RankAdapter, Target, read_rank_adapter
+from loray.models.device_memory import claimed
 from loray.models.host_adapters import HostAdapters
 from loray.models.hosted_linear import HostedLinear
 from loray.models.linear import Linear
@@ -83,7 +84,7 @@ class LoraPool:
         for linear in self._linears.values():
             a = linear.weight.new_empty(len(linear.projections), num_pages * PAGE_RANK, linear.in_size)
             b = linear.weight.new_empty(num_pages * PAGE_RANK, linear.out_size)
-            linear.lora = LoraPages(a, b, linear.widths)
+            linear.lora = LoraPages(claimed(a), claimed(b), linear.widths)
         self._writer = PageWriter(self._linears, self._device)
 
     def load_all(self, loads: list[AdapterLoad], freed_pages: Sequence[int] = ()) -> dict[int, str]:

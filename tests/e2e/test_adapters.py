@@ -218,7 +218,7 @@ def check_bad_requests(app: App, bad: dict[str, str], count: int) -> dict[str, A
             count += 1
         return count
 
-    with httpx.Client(timeout=60) as client, ThreadPoolExecutor(24) as clients:
+    with httpx.Client(timeout=60) as client, ThreadPoolExecutor(16) as clients:
         goods = [clients.submit(good) for _ in range(8)]
         try:
             answers = list(clients.map(lambda i: client.post(app.url + "/generate", json=body(ids[i % len(ids)])), range(count)))

@@ -1,12 +1,15 @@
 """What a GPU must have, and what happens where memory is short."""
 
 import logging
+import mmap
+import resource
 from pathlib import Path
 
 import pytest
 import torch
 
 from loray.models import runner as runner_module
+from loray.models.device_memory import claimed
 from loray.models.device_support import UnsupportedDevice, check_gpu
 from loray.models.parallel import Parallel
 from loray.models.runner import Runner
@@ -37,7 +40,7 @@ def test_others_are_taken(capability: tuple[int, int], has_float8: bool) -> None
 def test_where_the_blocks_do_not_fit_there_are_fewer_and_the_log_says_so(
     base: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(runner_module, "FEWER_BLOCKS", 0.05)  # from that many on, nine tenths would take a hundred attempts
+    monkeypatch.setattr(runner_module, "FEWER_BLOCKS", 1e-6)  # from that many on, nine tenths would take a hundred attempts
     runner = Runner(base, Parallel(), torch.device("cpu"), torch.float32, 4, 128)
     too_many = TOO_MANY_BYTES // runner.report(0.5).block_bytes
     with caplog.at_level(logging.WARNING, "loray.runner"):
@@ -46,3 +49,15 @@ def test_where_the_blocks_do_not_fit_there_are_fewer_and_the_log_says_so(
     assert runner._kv_cache is not None and len(runner._kv_cache.layers[0].blocks) == num_blocks
     assert f"out of memory with {too_many} KV blocks: trying" in caplog.records[0].getMessage()
     assert str(num_blocks) in caplog.records[-1].getMessage()
+
+
+def test_a_pool_takes_its_memory_at_once() -> None:
+    """Else a server grows for hours, until every block was used once."""
+    pool = torch.frombuffer(mmap.mmap(-1, 64 << 20), dtype=torch.uint8)
+    before = resident_bytes()
+    claimed(pool)
+    assert resident_bytes() - before > 0.9 * pool.nbytes
+
+
+def resident_bytes() -> int:
+    return int(Path("/proc/self/statm").read_text().split()[1]) * resource.getpagesize()
