@@ -11,6 +11,16 @@ import pytest
 
 ROOT = Path(__file__).resolve().parents[1]
 FOLDERS = ["deployments", "cluster", "models", "kernels"]
+IMPORT_ALL = """
+import importlib
+for name in modules:
+    try:
+        importlib.import_module(name)
+    except ModuleNotFoundError as error:
+        if error.name != "triton" or not name.startswith("loray.kernels."):  # which a machine without a GPU may lack
+            raise
+print("all")
+"""
 pytestmark = pytest.mark.slow
 
 
@@ -77,7 +87,7 @@ def test_every_module_imports_from_the_installed_package(site: Path, tmp_path: P
     modules = [
         ".".join(("loray", *path.relative_to(ROOT).with_suffix("").parts)) for folder in FOLDERS for path in (ROOT / folder).rglob("*.py")
     ]
-    assert run(f"import importlib\nfor name in {modules}: importlib.import_module(name)\nprint('all')", site, cwd=tmp_path) == "all"
+    assert run(f"modules = {modules}{IMPORT_ALL}", site, cwd=tmp_path) == "all"
 
 
 def test_it_lives_beside_the_hugging_face_package_named_kernels(site: Path, tmp_path: Path) -> None:
