@@ -58,7 +58,7 @@ class Meeting:
         self._num_joined = 0
 
     def attend(self, rank: int, work: Callable[[int], None]) -> None:
-        os.sched_setaffinity(0, {max(os.sched_getaffinity(0))})  # of this thread: on one core, they share its cache
+        os.sched_setaffinity(0, {own_core()})  # of this thread: on one core, they share its cache
         torch.set_num_threads(1)  # of this thread
         self._turns[rank].acquire()
         try:
@@ -119,3 +119,9 @@ def _gather(brought: list[tuple[list[Tensor], Tensor]]) -> None:
         for output, (_, tensor) in zip(outputs, brought, strict=True):
             assert output.shape == tensor.shape
             output.copy_(tensor)
+
+
+def own_core() -> int:
+    """One for each of the processes that tests are shared out among."""
+    cores = sorted(os.sched_getaffinity(0))
+    return cores[int(os.environ.get("PYTEST_XDIST_WORKER", "gw0").removeprefix("gw")) % len(cores)]
