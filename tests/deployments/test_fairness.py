@@ -9,6 +9,8 @@ from loray.deployments.sequence import Sequence
 from tests.deployments.simulated_rank import greedy
 from tests.deployments.stepped_scheduler import Server
 
+pytestmark = pytest.mark.slow
+
 NINE = [f"a{i}" for i in range(9)]
 FLOOD = "flood"
 MAX_FLOOD_WAITING = 256

@@ -12,6 +12,8 @@ from loray.deployments.string_lengths import BLOCK, MAX_LENGTH, with_lengths
 from tests.deployments.test_grammars import compiled, refusal
 from tests.deployments.tiny_grammars import read, texts_of_tokens, vocabulary
 
+pytestmark = pytest.mark.slow
+
 BOUNDS = [(0, 0), (0, 7), (3, 7), (0, 31), (0, 32), (0, 33), (1, 47), (20, 31), (20, 40), (31, 64), (32, 33), (100, 100), (50, 131)]
 
 

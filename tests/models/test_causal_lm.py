@@ -18,6 +18,8 @@ from tests.models.conductor import BLOCK_SIZE, Conductor, Output, Request, promp
 from tests.models.families import Adapter, base_oracle, random_model, save_adapter
 from tests.models.tiny_llama import oracle_generate
 
+pytestmark = pytest.mark.slow
+
 ALIBI = {"vocab_size": 101, "hidden_size": 40, "initializer_range": 0.2}
 MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "bloom": ("bloom", {**ALIBI, "n_layer": 2, "n_head": 5}),

@@ -19,6 +19,8 @@ from tests.models.peft_items import WEIGHTS_FILE, items_of, save_item
 from tests.models.rank_threads import ThreadGroup
 from tests.models.tiny_llama import oracle, save_llama
 
+pytestmark = pytest.mark.slow
+
 SIZES: dict[str, Any] = {"hidden_size": 64, "intermediate_size": 96, "num_attention_heads": 4, "num_key_value_heads": 2, "vocab_size": 128}
 PROMPT = prompt_of(60)
 PAGES = [3, 6]

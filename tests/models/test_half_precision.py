@@ -10,6 +10,8 @@ from tests.models.conductor import Conductor, Request, prompt_of
 from tests.models.families import FAMILIES, Adapter, base_oracle, config_of, random_model, save_adapter
 from tests.models.tiny_llama import oracle_generate
 
+pytestmark = pytest.mark.slow
+
 
 @pytest.mark.parametrize("name", FAMILIES)
 def test_half_precision_stays_near_float32(tmp_path: Path, name: str) -> None:

@@ -25,6 +25,8 @@ from tests.models.tiny_llama import oracle_generate
 from tests.models.transposed_model import TransposedConfig, TransposedForCausalLM
 from tests.tiny_tokenizer import tiny_tokenizer
 
+pytestmark = pytest.mark.slow
+
 CPU = torch.device("cpu")
 TRUSTED = HostedOptions(trust_remote_code=True)
 

@@ -18,6 +18,8 @@ from loray.models.merging import MergeMethod, merge_adapters
 from tests.models.conductor import Conductor, prompt_of
 from tests.models.tiny_llama import oracle, oracle_generate, save_adapter, save_llama
 
+pytestmark = pytest.mark.slow
+
 CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 Matrices = dict[str, tuple[Tensor, Tensor]]  # module path -> A [rank, inputs], B [outputs, rank]
 Shapes = dict[str, tuple[int, int]]

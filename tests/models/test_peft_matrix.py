@@ -17,7 +17,7 @@ from tests.models.peft_matrix import BEGIN, DOCUMENT, END, WORLD_SIZES, PeftMatr
 from tests.models.rank_threads import ThreadGroup
 
 CELLS = [
-    pytest.param(size, family, item, id=f"tp{size}-{family}-{item}", marks=[pytest.mark.slow] if size > 1 or family != "llama" else [])
+    pytest.param(size, family, item, id=f"tp{size}-{family}-{item}", marks=pytest.mark.slow)
     for size in WORLD_SIZES
     for family in NAMES
     for item in items_of(family)

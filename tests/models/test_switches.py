@@ -22,6 +22,8 @@ from tests.models.families import FAMILIES, base_oracle, config_of, random_model
 from tests.models.rank_jobs import Recorder
 from tests.models.test_llama import ROPES
 
+pytestmark = pytest.mark.slow
+
 TOLERANCE = 2e-5  # the two forms of GELU make no more than 3e-4 of a difference
 CLEARLY = 10 * TOLERANCE
 PROMPT = prompt_of(64)  # as long as the server admits: so transformers' dynamic frequencies are its own
