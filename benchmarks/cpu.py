@@ -8,6 +8,7 @@ import datetime
 import json
 import os
 import platform
+import shutil
 import subprocess
 import sys
 import tempfile
@@ -59,8 +60,8 @@ def ratios(peers: dict[str, dict[str, dict[str, Any]]]) -> dict[str, float]:
 
 def machine() -> dict[str, Any]:
     """Also how fast it is at this hour: a virtual one may be half as fast at another."""
-    lines = Path("/proc/cpuinfo").read_text().splitlines() if Path("/proc/cpuinfo").exists() else []
-    model = next((line.partition(":")[2].strip() for line in lines if line.startswith("model name")), platform.processor())
+    lines = subprocess.run(["lscpu"], capture_output=True, text=True, check=False).stdout.splitlines() if shutil.which("lscpu") else []
+    model = next((line.partition(":")[2].strip() for line in lines if line.startswith("Model name")), platform.processor())
     speed = {"python_loop_ms": round(min(timeit.repeat("for _ in range(1_000_000): pass", number=1, repeat=10)) * 1000, 1)}
     return {"cpu": model, "architecture": platform.machine(), "cores": os.cpu_count(), "python": platform.python_version()} | speed
 

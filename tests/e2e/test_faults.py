@@ -83,7 +83,7 @@ DISASTERS = {
     "the driver is killed": ("driver", 0, signal.SIGKILL),
     "a rank hangs": ("ranks", 1, signal.SIGSTOP),
 }
-LIKE_ANOTHER = {"the rank that answers is killed"}
+LIKE_ANOTHER = {"the rank that answers is killed", "a rank hangs"}
 
 
 @pytest.mark.parametrize("disaster", [pytest.param(name, marks=[pytest.mark.soak] if name in LIKE_ANOTHER else []) for name in DISASTERS])

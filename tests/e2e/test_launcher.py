@@ -122,6 +122,7 @@ def test_it_says_once_that_it_is_ready_and_ctrl_c_ends_everything_it_started(con
         assert all(line.startswith("loray: ") for line in launcher.stderr)
 
 
+@pytest.mark.soak
 def test_sigterm_ends_three_ranks_at_once_although_a_stream_is_open(config: Path) -> None:
     with launched("--config", str(config), "--tensor-parallel-size", "3", "--port", str(free_port())) as launcher:
         url = launcher.wait_ready()

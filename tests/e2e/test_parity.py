@@ -68,7 +68,7 @@ def test_greedy_tokens_equal_transformers_and_peft(start_app: Callable[..., Any]
         check(app, oracle, 2)
 
 
-@pytest.mark.parametrize("tp", [2, 3])
+@pytest.mark.parametrize("tp", [pytest.param(2, marks=pytest.mark.soak), 3])
 def test_ranks_with_uneven_shards_equal_transformers_and_peft(start_app: Callable[..., Any], tmp_path: Path, tp: int) -> None:
     """Of a model with SmolLM2's nine heads and three KV heads, but small: the ranks share two cores here."""
     save_tiny_tokenizer(tmp_path / "model")
