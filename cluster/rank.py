@@ -54,11 +54,10 @@ class Rank:
     def __init__(self, rank: int, spec: RankSpec) -> None:
         logging.basicConfig(level=logging.INFO, format=f"%(asctime)s rank {rank}: %(message)s", force=True)
         self._num_threads = max(1, (os.cpu_count() or 1) // spec.world_size)
-        # Read when torch is first imported. Ray's is the number of CPUs that an actor asks for, and OpenBLAS, where torch has that,
-        # never takes more than it finds here.
-        os.environ["OMP_NUM_THREADS"] = str(self._num_threads)
-        # Threads wait by spinning; for long, they starve whatever shares these cores.
+        # Both are read when torch is first imported. Threads wait by spinning; for long, they starve whatever shares these cores.
         os.environ.setdefault("GOMP_SPINCOUNT", "2000")
+        if spec.device == "cpu":  # OpenBLAS never takes more than it finds here: by Ray's hand the CPUs that this actor asks for
+            os.environ["OMP_NUM_THREADS"] = str(self._num_threads)
         self._rank = rank
         self._spec = spec
         self._last_step = 0.0
