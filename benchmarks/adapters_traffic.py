@@ -48,8 +48,8 @@ class Answer:
     status: int = 0  # 0 = none came
     error: str = ""
     retry_after: float = 1.0  # seconds
-    server_ttft: float = 0.0  # seconds, as the ingress counts them from when it has the request
-    engine_ttft: float = 0.0  # of these, since it heard that the engine has it: too few when the ingress itself is behind
+    server_ttft: float | None = None  # seconds, as the ingress counts them from when it has the request; the slowest begin without
+    engine_ttft: float | None = None  # of these, since it heard that the engine has it: too few when the ingress itself is behind
 
     @property
     def is_ok(self) -> bool:
@@ -82,8 +82,9 @@ class Client:
                     answer.retry_after = float(response.headers.get("Retry-After", 1))
                     answer.error = (await response.text())[:300]
                     return answer
-                total, validation, queue = (int(response.headers[name]) / 1000 for name in TIME_HEADERS)
-                answer.server_ttft, answer.engine_ttft = total, total - validation - queue
+                if all(name in response.headers for name in TIME_HEADERS):
+                    total, validation, queue = (int(response.headers[name]) / 1000 for name in TIME_HEADERS)
+                    answer.server_ttft, answer.engine_ttft = total, total - validation - queue
                 async for line in response.content:
                     if line.startswith(b'data: {"error"'):
                         answer.error = line.decode()[:300]
@@ -159,8 +160,8 @@ def first_tokens(answers: Iterable[Answer]) -> dict[str, dict[str, float]]:
     answered = [answer for answer in answers if answer.times]
     return {
         "ttft": quantiles([answer.ttft for answer in answered]),
-        "ttft_from_ingress": quantiles([answer.server_ttft for answer in answered]),
-        "ttft_from_engine": quantiles([answer.engine_ttft for answer in answered]),
+        "ttft_from_ingress": quantiles([answer.server_ttft for answer in answered if answer.server_ttft is not None]),
+        "ttft_from_engine": quantiles([answer.engine_ttft for answer in answered if answer.engine_ttft is not None]),
     }
 
 
