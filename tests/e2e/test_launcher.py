@@ -148,6 +148,7 @@ def test_killing_it_leaves_no_rank_replica_or_ray_behind(config: Path) -> None:
                 process.kill()
 
 
+@pytest.mark.soak
 def test_weights_that_can_not_be_loaded_end_it_with_one_line(config: Path, tiny_model: Path, tmp_path: Path) -> None:
     broken = tmp_path / "broken"
     shutil.copytree(tiny_model, broken)

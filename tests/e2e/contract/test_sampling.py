@@ -139,6 +139,7 @@ def test_the_cases_differ_and_a_grammar_is_kept(alone: dict[str, Tokens], oracle
     assert text.startswith("[") and set(text) <= set("[]0123456789, ")
 
 
+@pytest.mark.soak
 def test_two_ranks_give_the_tokens_of_one_and_end_what_takes_too_long(
     start_app: Callable[..., Any], tiny_adapters: Path, base: str, alone: dict[str, Tokens]
 ) -> None:
