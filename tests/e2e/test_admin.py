@@ -151,10 +151,9 @@ def test_the_command_line_does_the_same(app: App, capsys: pytest.CaptureFixture[
     assert "nobody" in capsys.readouterr().err
 
 
-SOAK = pytest.mark.soak
-
-
-@pytest.mark.parametrize("losses", [["Registry", "Driver"], pytest.param(["Driver"], marks=SOAK), pytest.param(["Ingress"], marks=SOAK)])
+@pytest.mark.parametrize(
+    "losses", [["Registry", "Driver"], *(pytest.param([name], marks=pytest.mark.soak) for name in ("Driver", "Ingress"))]
+)
 def test_the_set_survives_the_loss_of_replicas(app: App, losses: list[str]) -> None:
     """After the registry's loss only the drivers have the set, after the drivers' only the registry."""
     assert ask(app, "POST", json={"adapter_id": "a4", "pin": True}).status_code == 200

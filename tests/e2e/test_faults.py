@@ -83,10 +83,10 @@ DISASTERS = {
     "the driver is killed": ("driver", 0, signal.SIGKILL),
     "a rank hangs": ("ranks", 1, signal.SIGSTOP),
 }
-LIKE_ANOTHER = {"the rank that answers is killed", "a rank hangs"}
+SOAKED = {"the rank that answers is killed", "a rank hangs"}  # each takes most of a minute
 
 
-@pytest.mark.parametrize("disaster", [pytest.param(name, marks=[pytest.mark.soak] if name in LIKE_ANOTHER else []) for name in DISASTERS])
+@pytest.mark.parametrize("disaster", [pytest.param(name, marks=[pytest.mark.soak] if name in SOAKED else []) for name in DISASTERS])
 def test_streams_go_on_with_the_same_tokens_when(disaster: str, app: App, oracle: Oracle) -> None:
     kind, index, number = DISASTERS[disaster]
     before = app.ask_driver("pids")

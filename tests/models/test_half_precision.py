@@ -41,3 +41,4 @@ def test_a_float16_checkpoint_is_served_in_float32_with_transformers_numbers(tmp
     assert output.logprobs == pytest.approx(logprobs, abs=1e-4)
     linear = next(iter(conductor.runner._lora._linears.values()))
     assert isinstance(linear._packed, HalfMatrix) == HAS_HALF_LINEAR
+    assert linear.weight.numel() == (0 if linear._packed is not None else linear.in_size * linear.out_size)
