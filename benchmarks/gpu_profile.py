@@ -23,9 +23,10 @@ BLOCK = 16
 class Decoding:
     """Rows that have their prompts computed, and decode step by step."""
 
-    def __init__(self, folder: Path, max_running: int) -> None:
+    def __init__(self, folder: Path, max_running: int, **flags: bool) -> None:
+        """flags: of the runner."""
         model, self._adapters = make(folder)
-        self.runner = Runner(model, Parallel(), torch.device("cuda", 0), torch.bfloat16, max_running, 4096)
+        self.runner = Runner(model, Parallel(), torch.device("cuda", 0), torch.bfloat16, max_running, 4096, BLOCK, **flags)
         self.runner.allocate(max_running * 64, POOL_PAGES)
         self._step_id = 0
 
@@ -55,21 +56,26 @@ class Decoding:
         assert not self.runner.execute(step).failed_loads
 
 
-def kernels(decoding: Decoding) -> tuple[float, Counter[str]]:
-    """Milliseconds a step from its start to its end, and of each kernel."""
+def step_ms(decoding: Decoding) -> float:
+    """Milliseconds a step from its start to its end."""
     decoding.decode(5)
     started, ended = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
     started.record()
     decoding.decode(NUM_STEPS)
     ended.record()
     torch.cuda.synchronize()
+    return started.elapsed_time(ended) / NUM_STEPS
+
+
+def kernels(decoding: Decoding) -> Counter[str]:
+    """Milliseconds a step of each kernel."""
     with profile(activities=[ProfilerActivity.CUDA]) as profiled:
         decoding.decode(NUM_STEPS)
         torch.cuda.synchronize()
     times: Counter[str] = Counter()
     for event in profiled.key_averages():
         times[f"{event.key[:90]} x{event.count / NUM_STEPS:g}"] += event.self_device_time_total / NUM_STEPS / 1000
-    return started.elapsed_time(ended) / NUM_STEPS, times
+    return times
 
 
 def main() -> None:
@@ -82,8 +88,8 @@ def main() -> None:
     for count in arguments.adapters:
         case = Case(arguments.rows, count)
         decoding.begin(case)
-        step_ms, times = kernels(decoding)
-        print(f"{case.rows} rows, {case.adapters} adapters: {step_ms:.3f} ms a step, {times.total():.3f} ms of kernels")
+        milliseconds, times = step_ms(decoding), kernels(decoding)
+        print(f"{case.rows} rows, {case.adapters} adapters: {milliseconds:.3f} ms a step, {times.total():.3f} ms of kernels")
         for name, milliseconds in times.most_common(16):
             print(f"  {milliseconds:7.3f}  {name}")
 

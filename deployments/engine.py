@@ -23,10 +23,11 @@ from loray.deployments.deadlines import Deadlines
 from loray.deployments.engine_stats import EngineCounts, engine_stats
 from loray.deployments.errors import AdapterFailed, DeadlineExceeded, GrammarFailed, Incomplete, LorayError
 from loray.deployments.outcomes import outcomes
+from loray.deployments.plan import Plan
 from loray.deployments.queue_limits import QueueLimits, check_admission
 from loray.deployments.rank_grammars import RankGrammars
 from loray.deployments.request import GenerationRequest, TokenEvent
-from loray.deployments.scheduler import Plan, Scheduler
+from loray.deployments.scheduler import Scheduler
 from loray.deployments.sequence import Ending, Sequence
 from loray.deployments.token_channel import TokenSender
 from loray.models.step import Step, StepResult

@@ -2,7 +2,7 @@
 
 from typing import Any
 
-from loray.deployments.scheduler import Plan
+from loray.deployments.plan import Plan
 from loray.deployments.sequence import Sequence
 from loray.models.step import StepResult
 

@@ -10,34 +10,14 @@ give way to those that wait, is in fair_shares.py.
 
 import time
 from collections.abc import Collection, Iterable, Iterator, Mapping
-from dataclasses import dataclass, field
 
 from loray.deployments.adapters import Adapter, AdapterTable
 from loray.deployments.block_pool import BlockPool
 from loray.deployments.fair_queue import FairQueue
 from loray.deployments.fair_shares import Held, adapters_to_leave, may_pass, num_blocks, num_slots, victim_of_arrival, victim_of_growth
+from loray.deployments.plan import Plan
 from loray.deployments.sequence import Sequence
-from loray.models.step import AdapterLoad, Admission, Row
-
-
-@dataclass(eq=False, slots=True)
-class Plan:
-    """One step, and whose tokens and embeddings it makes."""
-
-    loads: dict[Adapter, AdapterLoad] = field(default_factory=dict)
-    admissions: list[Admission] = field(default_factory=list)
-    rows: dict[Sequence, Row] = field(default_factory=dict)
-    num_tokens: int = 0
-
-    @property
-    def sampled(self) -> list[Sequence]:
-        """The sequences that get a token, in the order of the step's rows."""
-        return [sequence for sequence, row in self.rows.items() if row.samples and not sequence.request.pooling]
-
-    @property
-    def pooled(self) -> list[Sequence]:
-        """The sequences that get their embedding, in the order of the step's rows."""
-        return [sequence for sequence, row in self.rows.items() if row.samples and sequence.request.pooling]
+from loray.models.step import Admission, CapturedSteps, Row
 
 
 class Scheduler:
@@ -48,6 +28,7 @@ class Scheduler:
         max_batch_tokens: int,
         max_running: int,
         weights: Mapping[str, float] | None = None,  # by account or adapter id, 1 where it has none
+        captured: CapturedSteps | None = None,
     ) -> None:
         self.blocks = blocks
         self.adapters = adapters
@@ -57,6 +38,7 @@ class Scheduler:
         self.num_started_tokens = 0  # of the sequences that were started, again after a preemption too
         self.num_cached_tokens = 0  # those of them that did not have to be computed
         self._max_batch_tokens = max_batch_tokens
+        self._captured = captured
         # A step has a token for each that runs, else a flood of decodes would leave nothing for prompts.
         self._free_slots = list(range(min(max_running, max_batch_tokens) - 1, -1, -1))
         self._leaving: set[Adapter] = set()  # the pool, for one that finds no pages
@@ -126,15 +108,26 @@ class Scheduler:
         kept: list[int] = []  # blocks for each that starts in the next step
         while plan.num_tokens < self._max_batch_tokens and (prefills or head):
             if not head or (prefills and self.waiting.served(prefills[-1]) <= self.waiting.served(head)):
+                if self._outgrows(plan, prefills[-1]):
+                    return
                 self._grow(plan, prefills.pop())
             elif self._fits(head, prefills, kept) and self._may_pass(head, blocked):
                 if self._load_ahead(plan, head):
                     kept.append(self._num_wanted(head))
+                elif self._outgrows(plan, head):
+                    return
                 else:
                     self._admit(plan, head)
                 head = next(heads, None)
             else:
                 head, blocked = None if blocked else next(heads, None), head
+
+    def _outgrows(self, plan: Plan, sequence: Sequence) -> bool:
+        """Whether its prompt had better wait for the next step: with it, this one would take several times as long."""
+        if self._captured is None:
+            return False
+        start = sequence.num_computed if sequence.slot is not None else self._num_cached(sequence)
+        return plan.outgrows(self._captured, start, min(sequence.num_tokens, start + self._max_batch_tokens - plan.num_tokens))
 
     def _load_ahead(self, plan: Plan, sequence: Sequence) -> bool:
         """Whether its adapter comes into the pool in this step: its sequences start in the next, so that no other waits for the copy."""
@@ -219,6 +212,12 @@ class Scheduler:
         num_reusable = 0 if takes_all else (len(sequence.token_ids) - 1) // self.blocks.block_size
         return self.blocks.take_cached(sequence.hash_full_blocks(self.blocks.block_size)[:num_reusable])
 
+    def _num_cached(self, sequence: Sequence) -> int:
+        """Tokens that need not be computed."""
+        cached = self._take_cached(sequence)
+        self.blocks.release(cached)
+        return len(cached) * self.blocks.block_size
+
     def _num_wanted(self, sequence: Sequence) -> int:
         """Free blocks that its whole prompt would use up."""
         num_free = self.blocks.num_free
@@ -265,16 +264,14 @@ class Scheduler:
         sequence.block_ids += new_block_ids
         sequence.num_computed += count
         samples = sequence.num_computed == sequence.num_tokens
-        plan.rows[sequence] = Row(slot=sequence.slot, num_tokens=count, new_block_ids=new_block_ids, samples=samples)
+        plan.add(sequence, Row(slot=sequence.slot, num_tokens=count, new_block_ids=new_block_ids, samples=samples))
         sequence.num_unknown += samples
-        plan.num_tokens += count
         self.waiting.charge(sequence, count)
 
     def _preempt(self, plan: Plan, sequence: Sequence) -> None:
-        row = plan.rows.pop(sequence, None)
+        row = plan.remove(sequence)
         if row:
             sequence.num_unknown -= row.samples
-            plan.num_tokens -= row.num_tokens
             self.waiting.refund(sequence, row.num_tokens)
         self.waiting.put_back(sequence)
         self._stop_running(sequence)

@@ -7,6 +7,7 @@ from torch import Tensor
 
 from loray.kernels.delta import Parted
 from loray.kernels.delta_triton import delta_arguments, load_updated
+from loray.kernels.linked import LINKED, wait_for_earlier
 
 BLOCK, NUM_WARPS = 1024, 4  # columns of a program: 8 a thread, which are one 16-byte access; an MLP of 14336 is 14 programs a token
 
@@ -27,6 +28,7 @@ def gate(name: str, gate_up: Parted) -> Tensor:
         HAS_DELTA=gate_up.delta is not None,
         BLOCK_C=BLOCK,
         num_warps=NUM_WARPS,
+        **LINKED,
     )
     return out
 
@@ -59,6 +61,7 @@ def _gate_kernel(  # type: ignore[no-untyped-def]
     BLOCK_C: tl.constexpr,
 ):
     """out[t, c] = act(gate_up[t, c]) * gate_up[t, SIZE + c] for one token and BLOCK_C columns."""
+    wait_for_earlier()
     token = tl.program_id(0).to(tl.int64)
     column = tl.program_id(1) * BLOCK_C + tl.arange(0, BLOCK_C)
     is_column = column < SIZE

@@ -9,6 +9,7 @@ import triton.language as tl
 from torch import Tensor
 
 from loray.kernels.greedy import LOWEST_LOGPROB
+from loray.kernels.linked import LINKED, wait_for_earlier
 
 CHUNK, NUM_WARPS = 4096, 8  # tokens of a program: a vocabulary of 128256 is 32 programs a row, so that few rows too fill the GPU
 
@@ -26,13 +27,17 @@ def greedy(logits: Tensor) -> tuple[Tensor, Tensor]:
     tokens = torch.empty(num_rows, dtype=torch.int64, device=logits.device)
     logprobs = torch.empty(num_rows, dtype=torch.float32, device=logits.device)
     _chunk_kernel[(num_rows, num_chunks)](
-        logits, found[0], found[1], found_ids, logits.stride(0), vocab_size, BLOCK_C=CHUNK, num_warps=NUM_WARPS
+        *(logits, found[0], found[1], found_ids, logits.stride(0), vocab_size),
+        BLOCK_C=CHUNK,
+        num_warps=NUM_WARPS,
+        **LINKED,
     )
     _row_kernel[(num_rows,)](
         *(found[0], found[1], found_ids, tokens, logprobs, num_chunks),
         LOWEST=LOWEST_LOGPROB,
         BLOCK_C=triton.next_power_of_2(num_chunks),
         num_warps=1,
+        **LINKED,
     )
     return tokens, logprobs
 
@@ -42,6 +47,7 @@ def _chunk_kernel(  # type: ignore[no-untyped-def]
     logits, largest, exp_sums, ids, stride, vocab_size, BLOCK_C: tl.constexpr
 ):
     """Of one chunk of a row: its largest number, the first id that has it, and the sum of exp(x - largest)."""
+    wait_for_earlier()
     row, chunk = tl.program_id(0).to(tl.int64), tl.program_id(1)
     token = chunk * BLOCK_C + tl.arange(0, BLOCK_C)
     is_token = token < vocab_size
@@ -61,6 +67,7 @@ def _row_kernel(  # type: ignore[no-untyped-def]
     largest, exp_sums, ids, tokens, logprobs, num_chunks, LOWEST: tl.constexpr, BLOCK_C: tl.constexpr
 ):
     """Of one row: the first of its chunks' ids with the largest number, and -log(sum of exp(x - largest))."""
+    wait_for_earlier()
     row = tl.program_id(0).to(tl.int64)
     chunk = tl.arange(0, BLOCK_C)
     is_chunk = chunk < num_chunks

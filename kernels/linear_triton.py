@@ -5,6 +5,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from loray.kernels.linked import LINKED, wait_for_earlier
+
 MAX_TOKENS = 32
 MAX_PROGRAMS = 132  # one for each multiprocessor; where there is work for more, cuBLAS reads as fast
 OUTPUTS_AT_ONCE = 64
@@ -33,6 +35,7 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
         INPUTS=INPUTS_AT_ONCE,
         num_warps=4,
         num_stages=NUM_STAGES,
+        **LINKED,
     )
     return out
 
@@ -52,6 +55,7 @@ def _linear_kernel(  # type: ignore[no-untyped-def]
     INPUTS: tl.constexpr,
 ):
     """Some outputs of all tokens."""
+    wait_for_earlier()
     output = tl.program_id(0) * OUTPUTS + tl.arange(0, OUTPUTS)
     token, within = tl.arange(0, TOKENS), tl.arange(0, INPUTS)
     is_token = (token < num_tokens)[None, :]

@@ -10,14 +10,16 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from loray.kernels.linked import LINKED, wait_for_earlier
 from loray.kernels.lora import SHORT_BLOCK, LoraPages, LoraSegments
 
 RANKS_AT_ONCE = 16  # the least that tensor cores multiply; an odd number of pages is padded with nothing
-MAX_RANK_PROGRAMS = 4  # of one block and projection; where an adapter has more ranks, each takes several
+MAX_RANK_PROGRAMS = 2  # of one block and projection; where an adapter has more ranks, each takes several
 INPUTS_AT_ONCE = 256
 COLUMNS_AT_ONCE = 256
 # Few tokens leave most of the GPU idle and each program waiting for memory, so several share the inputs.
 MIN_SPLIT_INPUTS, MAX_SPLITS = 1024, 8
+SHORT_WARPS, LONG_WARPS = 2, 4  # of a program, by the tokens of its block
 MAX_PROJECTIONS = 3
 
 
@@ -74,8 +76,14 @@ def _expand(y: Tensor, shrunk: Tensor, pages: LoraPages, segments: LoraSegments,
 
 
 def _shape(x: Tensor, segments: LoraSegments) -> dict[str, Any]:
-    precision = "ieee" if x.dtype == torch.float32 else "tf32"  # of float32 alone
-    return {"BLOCK_T": segments.block_tokens, "BLOCK_R": RANKS_AT_ONCE, "PAGE": segments.page_rank, "PRECISION": precision}
+    return {
+        "BLOCK_T": segments.block_tokens,
+        "BLOCK_R": RANKS_AT_ONCE,
+        "PAGE": segments.page_rank,
+        "PRECISION": "ieee" if x.dtype == torch.float32 else "tf32",  # of float32 alone
+        "num_warps": SHORT_WARPS if segments.block_tokens == SHORT_BLOCK else LONG_WARPS,
+        **LINKED,
+    }
 
 
 @triton.jit
@@ -110,6 +118,7 @@ def _shrink_kernel(  # type: ignore[no-untyped-def]
 ):
     """shrunk[split, i, t, r] = x[t] . a[i, row of r] over the split's inputs, for the tokens of one block and every RANK_PROGRAMS-th
     BLOCK_R ranks."""
+    wait_for_earlier()
     block, part = tl.program_id(0), tl.program_id(1)
     split, projection = part // num_projections, part % num_projections
     first_token, num_tokens = tl.load(blocks + block * 4), tl.load(blocks + block * 4 + 1)
@@ -160,6 +169,7 @@ def _expand_kernel(  # type: ignore[no-untyped-def]
     PRECISION: tl.constexpr,
 ):
     """y[t, c] (+)= shrunk[projection of c, t] . b[rows of t's ranks, c] for the tokens of one block and BLOCK_C columns of a projection."""
+    wait_for_earlier()
     block, tile = tl.program_id(0), tl.program_id(1)
     first_token, num_tokens = tl.load(blocks + block * 4), tl.load(blocks + block * 4 + 1)
     first_page, num_pages = tl.load(blocks + block * 4 + 2), tl.load(blocks + block * 4 + 3)

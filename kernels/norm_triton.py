@@ -7,6 +7,7 @@ from torch import Tensor
 
 from loray.kernels.delta import Parted
 from loray.kernels.delta_triton import delta_arguments, load_updated
+from loray.kernels.linked import LINKED, wait_for_earlier
 
 MAX_SIZE = 16384  # a row lies in the registers of one program
 
@@ -22,7 +23,11 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float, out: Tensor | None = None) -
     num_heads, x_head, out_head = (1, 0, 0) if x.dim() == 2 else (x.shape[1], x.stride(1), out.stride(1))
     block, num_warps = _block(x.shape[-1])
     _rms_norm_kernel[(len(x), num_heads)](
-        x, weight, out, eps, x.stride(0), x_head, out.stride(0), out_head, SIZE=x.shape[-1], BLOCK=block, num_warps=num_warps
+        *(x, weight, out, eps, x.stride(0), x_head, out.stride(0), out_head),
+        SIZE=x.shape[-1],
+        BLOCK=block,
+        num_warps=num_warps,
+        **LINKED,
     )
     return out
 
@@ -41,6 +46,7 @@ def add_rms_norm(x: Tensor, added: Parted, weight: Tensor, eps: float, scale: fl
         BLOCK=block,
         HAS_DELTA=added.delta is not None,
         num_warps=num_warps,
+        **LINKED,
     )
     return out
 
@@ -66,6 +72,7 @@ def _rms_norm_kernel(  # type: ignore[no-untyped-def]
     x, weight, out, eps, x_stride, x_head_stride, out_stride, out_head_stride, SIZE: tl.constexpr, BLOCK: tl.constexpr
 ):
     """out[t, h] = x[t, h] / sqrt(mean(x[t, h]²) + eps) * weight for one token and head."""
+    wait_for_earlier()
     token, head = tl.program_id(0).to(tl.int64), tl.program_id(1)
     column = tl.arange(0, BLOCK)
     is_column = column < SIZE
@@ -91,6 +98,7 @@ def _add_rms_norm_kernel(  # type: ignore[no-untyped-def]
     HAS_DELTA: tl.constexpr,
 ):
     """x[t] += scale * (y[t] + delta[t]); out[t] = x[t] / sqrt(mean(x[t]²) + eps) * weight for one token."""
+    wait_for_earlier()
     token = tl.program_id(0).to(tl.int64)
     column = tl.arange(0, BLOCK)
     is_column = column < SIZE

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from loray.kernels.attention import Scoring
 from loray.kernels.attention_triton import FIRST_MAX, attend_tile, cache_rows
+from loray.kernels.linked import LINKED, wait_for_earlier
 from loray.kernels.paged_kv import PagedKV
 
 WANTED_PROGRAMS = 264  # two for each of 132 multiprocessors: as many as these hold at once
@@ -54,9 +55,10 @@ def paged_attention(q: Tensor, kv: PagedKV, scoring: Scoring) -> Tensor:
         D=dims,
         num_warps=_num_warps(rows * dims),
         num_stages=NUM_STAGES,
+        **LINKED,
     )
     if splits > 1:
-        _join_kernel[(num_heads, num_seqs)](partials, out, head_dim, STATS_COLUMNS, SPLITS=splits, D=dims)
+        _join_kernel[(num_heads, num_seqs)](partials, out, head_dim, STATS_COLUMNS, SPLITS=splits, D=dims, **LINKED)
     return out
 
 
@@ -65,7 +67,8 @@ def _num_warps(size: int) -> int:
     return 2 if size <= 16 * 128 else 4 if size <= 64 * 128 else 8
 
 
-@triton.jit
+# However many blocks a step has, and wherever its prompts begin: nobody waits for another kernel to be compiled.
+@triton.jit(do_not_specialize=["table_stride"], do_not_specialize_on_alignment=["block_table", "context_lens"])
 def _decode_kernel(  # type: ignore[no-untyped-def]
     q,
     kv_cache,
@@ -91,6 +94,7 @@ def _decode_kernel(  # type: ignore[no-untyped-def]
     D: tl.constexpr,
 ):
     """The query heads of one key head over one sequence's share of keys: the result, or with IS_SPLIT acc, maximum and sum."""
+    wait_for_earlier()
     kv_head, seq, split = tl.program_id(0), tl.program_id(1).to(tl.int64), tl.program_id(2)
     GROUP: tl.constexpr = NUM_HEADS // NUM_KV_HEADS
     VALUES_AT: tl.constexpr = NUM_KV_HEADS * HEAD_DIM
@@ -138,6 +142,7 @@ def _join_kernel(  # type: ignore[no-untyped-def]
     partials, out, HEAD_DIM: tl.constexpr, STATS: tl.constexpr, SPLITS: tl.constexpr, D: tl.constexpr
 ):
     """One head of one sequence: the sum of the shares' acc, each times 2^(its maximum - the largest), over that of their sums."""
+    wait_for_earlier()
     head = tl.program_id(1).to(tl.int64) * tl.num_programs(0) + tl.program_id(0)
     split, dim = tl.arange(0, SPLITS), tl.arange(0, D)
     partial = partials + (head * SPLITS + split) * (HEAD_DIM + STATS)

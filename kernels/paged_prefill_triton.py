@@ -53,7 +53,8 @@ def paged_prefill(q: Tensor, kv: PagedKV, prompts: PromptWork, scoring: Scoring)
     return out
 
 
-@triton.jit
+# However many blocks a step has, and wherever its prompts begin: nobody waits for another kernel to be compiled.
+@triton.jit(do_not_specialize=["table_stride"], do_not_specialize_on_alignment=["block_table", "cu_q", "context_lens"])
 def _prefill_kernel(  # type: ignore[no-untyped-def]
     q,
     kv_cache,

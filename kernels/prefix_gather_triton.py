@@ -26,7 +26,8 @@ def gather_prefix(kv_cache: Tensor, block_table: Tensor, cu_k: Tensor, total_k: 
     return k, v
 
 
-@triton.jit
+# However many blocks a step has, and wherever its prompts begin: nobody waits for another kernel to be compiled.
+@triton.jit(do_not_specialize=["table_stride"], do_not_specialize_on_alignment=["block_table", "cu_k"])
 def _gather_kernel(  # type: ignore[no-untyped-def]
     kv_cache, block_table, cu_k, k, v, table_stride, num_columns, BLOCK_SIZE: tl.constexpr, COLUMNS: tl.constexpr
 ):

@@ -7,6 +7,7 @@ from torch import Tensor
 
 from loray.kernels.delta import Parted
 from loray.kernels.delta_triton import delta_arguments, load_updated
+from loray.kernels.linked import LINKED, wait_for_earlier
 
 BLOCK, NUM_WARPS = 1024, 2  # numbers of a program: 8 in each half of the heads a thread, which are one 16-byte access
 
@@ -43,6 +44,7 @@ def rotate_and_store(
         BLOCK_HALF=max(2, triton.next_power_of_2(rotary_dim // 2)),
         BLOCK_REST=max(2, triton.next_power_of_2(head_dim - rotary_dim)),
         num_warps=NUM_WARPS,
+        **LINKED,
     )
 
 
@@ -80,6 +82,7 @@ def _rotate_and_store_kernel(  # type: ignore[no-untyped-def]
     BLOCK_REST: tl.constexpr,
 ):
     """One token and BLOCK_H heads, be they of q, k or v: the two halves of what is rotated side by side, then what is not."""
+    wait_for_earlier()
     token = tl.program_id(0).to(tl.int64)
     head = (tl.program_id(1) * BLOCK_H + tl.arange(0, BLOCK_H))[:, None]
     is_head = head < NUM_HEADS + 2 * NUM_KV_HEADS

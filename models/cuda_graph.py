@@ -15,11 +15,12 @@ from loray.models.adapter import PAGE_RANK
 from loray.models.batch import Batch
 from loray.models.decode_inputs import MAX_PAGES, DecodeInputs
 from loray.models.layout import Layout
+from loray.models.step import CapturedSteps
 
 logger = logging.getLogger("loray.graphs")
 CAPTURE_S = 60.0  # then no more are captured; steps of the sizes that are missing take the next larger ones
 SECONDS_BETWEEN_NOTES = 2.0
-MAX_SCORES = 1 << 16  # of queries and keys in a step with prompts; beyond, a prompt's keys are read too often, once for each query
+CAPTURED = CapturedSteps(max_tokens=512, max_scores=1 << 18)  # beyond, a prompt's keys are read too often, once for each query
 
 
 class DecodeOutput(NamedTuple):
@@ -34,10 +35,10 @@ Decode = Callable[[Batch], DecodeOutput]
 
 
 class DecodeGraphs:
-    def __init__(self, inputs: DecodeInputs, decode: Decode, max_rows: int) -> None:
+    def __init__(self, inputs: DecodeInputs, decode: Decode) -> None:
         self._inputs = inputs
         self._decode = decode
-        self._sizes = sizes_up_to(max_rows)
+        self._sizes = sizes_up_to(inputs.max_rows)
         self._graphs: dict[tuple[int, bool], torch.cuda.CUDAGraph] = {}  # by rows, and whether there is LoRA
         self._output: DecodeOutput | None = None  # of them all, [max_rows] each: logits of their own would take a gigabyte
 
@@ -59,7 +60,7 @@ class DecodeGraphs:
 
     def can_run(self, layout: Layout) -> bool:
         num_ranks = max((sum(end - start for start, end in runs) for runs in layout.runs), default=0)
-        is_small = layout.is_decode or layout.num_scores <= MAX_SCORES
+        is_small = layout.is_decode or CAPTURED.has(len(layout.positions), layout.num_scores)
         return is_small and num_ranks <= MAX_PAGES * PAGE_RANK and self._size(layout) is not None
 
     def run(self, layout: Layout) -> DecodeOutput:
@@ -96,5 +97,5 @@ class DecodeGraphs:
 
 def sizes_up_to(max_rows: int) -> list[int]:
     """Batches are padded to the next of these: by few rows where a row more costs something."""
-    sizes = [1, 2, 4, *range(8, 64, 8), *range(64, 128, 16), *range(128, max_rows, 32)]
+    sizes = [1, 2, 4, *range(8, 64, 8), *range(64, 128, 16), *range(128, 256, 32), *range(256, max_rows, 64)]
     return [size for size in sizes if size < max_rows] + [max_rows]

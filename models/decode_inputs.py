@@ -23,10 +23,12 @@ NOWHERE = -1
 
 class DecodeInputs:
     def __init__(self, max_rows: int, tokens: Tensor, table: Tensor) -> None:
+        self.max_rows = max_rows  # tokens of a step
         self._tokens = tokens  # [max_running + 1, columns] int32
         self._table = table  # [max_running + 1, max_blocks] int32
-        self._max_rows = max_rows
-        num_words = 6 * max_rows + (5 + MAX_PAGES) * max_rows // 2 + 1
+        self._max_running = len(tokens) - 1
+        self._sizes = 4 * self._num_blocks(max_rows), MAX_PAGES * self._max_running, max_rows  # of LoRA's tables
+        num_words = 6 * max_rows + sum(self._sizes) // 2 + 1
         device = tokens.device
         self._device_words = torch.zeros(num_words, dtype=torch.int64, device=device)
         self._host_words = [
@@ -46,7 +48,7 @@ class DecodeInputs:
         rows, blocks, page_ids, is_updated = (part.numpy() for part in self._parts(words))
         self._fill_rows(rows[:, :num_rows], layout)
         is_updated[:num_rows] = 0
-        blocks[:num_rows] = 0
+        blocks[: self._num_blocks(num_rows)] = 0
         if any(layout.runs):
             tables = segment_tables(layout.runs, layout.num_tokens.tolist(), SHORT_BLOCK)
             blocks[: len(tables.blocks)] = tables.blocks
@@ -89,7 +91,7 @@ class DecodeInputs:
     def _segments(self, num_rows: int) -> LoraSegments:
         _, blocks, page_ids, is_updated = self._parts(self._device_words)
         return LoraSegments(
-            blocks=blocks[:num_rows],
+            blocks=blocks[: self._num_blocks(num_rows)],
             page_ids=page_ids,
             is_updated=is_updated[:num_rows],
             block_tokens=SHORT_BLOCK,
@@ -98,11 +100,12 @@ class DecodeInputs:
             stream=self._stream,
         )
 
+    def _num_blocks(self, num_rows: int) -> int:
+        """The most that so many tokens are cut into: each sequence has a block that is not full."""
+        return min(num_rows, self._max_running + num_rows // SHORT_BLOCK)
+
     def _parts(self, words: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        """The rows [6, max_rows] int64; of LoRA, all int32: blocks [max_rows, 4], page_ids and is_updated [max_rows]."""
-        count = self._max_rows
-        rows = words[: 6 * count].view(6, count)
-        blocks, page_ids, is_updated = (
-            words[6 * count :].view(torch.int32)[: (5 + MAX_PAGES) * count].split((4 * count, MAX_PAGES * count, count))
-        )
-        return rows, blocks.view(count, 4), page_ids, is_updated
+        """The rows [6, max_rows] int64; of LoRA, all int32: blocks [num_blocks, 4], page_ids and is_updated [max_rows]."""
+        num_words = 6 * self.max_rows
+        blocks, page_ids, is_updated = words[num_words:].view(torch.int32)[: sum(self._sizes)].split(self._sizes)
+        return words[:num_words].view(6, self.max_rows), blocks.view(-1, 4), page_ids, is_updated

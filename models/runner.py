@@ -17,7 +17,7 @@ from loray.kernels.varlen_attention import backend
 from loray.models.attention_groups import GroupPlanner
 from loray.models.batch import Batch
 from loray.models.born_on import born_on
-from loray.models.cuda_graph import DecodeGraphs, DecodeOutput
+from loray.models.cuda_graph import CAPTURED, DecodeGraphs, DecodeOutput
 from loray.models.decode_inputs import DecodeInputs
 from loray.models.device_memory import free_bytes, is_out_of_memory, release
 from loray.models.device_support import check_device
@@ -39,6 +39,7 @@ from loray.models.slot_sampling import Drawn, SlotSampling
 from loray.models.slots import Slots
 from loray.models.step import Admission, LoadReport, Row, Sampling, Step, StepResult
 from loray.models.to_host import ToHost
+from loray.models.warm_up import warm_up
 
 logger = logging.getLogger("loray.runner")
 FEWER_BLOCKS = 0.9  # of those that did not fit
@@ -103,6 +104,7 @@ class Runner:
             free_bytes=free_bytes(self._device, memory_fraction),
             has_blocks=True,
             lora_shapes=self._lora.shapes,
+            captured=CAPTURED if self._device.type == "cuda" else None,
         )
 
     def _attention(self) -> str:
@@ -124,6 +126,9 @@ class Runner:
                 if not fewer:
                     raise MemoryError("there is no room for a single KV block")
                 num_blocks = fewer
+        if self._device.type == "cuda":
+            max_running, max_total_tokens = self._tokens.shape[0] - 1, self._tokens.shape[1] - 1
+            warm_up(self.execute, max_running, min(max_total_tokens, num_blocks // 2 * self._block_size), self._block_size, num_pages > 0)
         return num_blocks
 
     def _has_room(self, num_blocks: int, num_pages: int, scales: Tensor | None) -> bool:
@@ -173,8 +178,8 @@ class Runner:
         return measured_scales(make, last_logits)
 
     def _captured(self, table: PagedTable, has_lora: bool) -> DecodeGraphs:
-        max_rows = len(self._tokens) - 1
-        graphs = DecodeGraphs(DecodeInputs(max_rows, self._tokens, table.blocks), self._decode, max_rows)
+        max_rows = max(len(self._tokens) - 1, CAPTURED.max_tokens)
+        graphs = DecodeGraphs(DecodeInputs(max_rows, self._tokens, table.blocks), self._decode)
         graphs.capture(has_lora, lambda flag: self._parallel.any_rank([flag], self._device)[0])
         return graphs
 

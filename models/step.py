@@ -115,6 +115,16 @@ class StepResult(msgspec.Struct, frozen=True, array_like=True):
     prompt_alternatives: dict[int, list[Alternatives]] = {}  # likewise
 
 
+class CapturedSteps(msgspec.Struct, frozen=True):
+    """Steps with prompts up to this size are replayed; a larger one is launched kernel by kernel, which takes several times as long."""
+
+    max_tokens: int
+    max_scores: int  # pairs of a query and a key
+
+    def has(self, num_tokens: int, num_scores: int) -> bool:
+        return num_tokens <= self.max_tokens and num_scores <= self.max_scores
+
+
 class LoadReport(msgspec.Struct, frozen=True):
     """What a rank knows once its weights are in memory; the driver sizes the pools from it."""
 
@@ -128,3 +138,4 @@ class LoadReport(msgspec.Struct, frozen=True):
     free_bytes: int  # left on the GPU; 0 on a CPU
     has_blocks: bool  # keys and values lie in blocks, so a cached prefix can be used again
     lora_shapes: dict[str, tuple[int, int]]  # module path -> (in_features, out_features) of the whole, unsharded layer
+    captured: CapturedSteps | None = None  # None = all steps are launched alike

@@ -6,10 +6,11 @@ from collections.abc import Mapping
 from loray.cluster.channel import Address
 from loray.deployments.adapters import Adapter, AdapterTable
 from loray.deployments.block_pool import BlockPool
+from loray.deployments.plan import Plan
 from loray.deployments.request import AdapterRef, GenerationRequest
-from loray.deployments.scheduler import Plan, Scheduler
+from loray.deployments.scheduler import Scheduler
 from loray.deployments.sequence import Sequence
-from loray.models.step import Pooling, Sampling, Step
+from loray.models.step import CapturedSteps, Pooling, Sampling, Step
 from tests.deployments.simulated_rank import SimulatedRank
 
 BLOCK = 4
@@ -28,9 +29,10 @@ class Server:
         eos: int = -1,
         has_cache: bool = True,
         weights: Mapping[str, float] | None = None,
+        captured: CapturedSteps | None = None,
     ) -> None:
         blocks, adapters = BlockPool(num_blocks, BLOCK, has_cache), AdapterTable(num_pages)
-        self.scheduler = Scheduler(blocks, adapters, max_batch_tokens, max_running, weights)
+        self.scheduler = Scheduler(blocks, adapters, max_batch_tokens, max_running, weights, captured)
         self.rank = SimulatedRank(num_blocks, BLOCK, num_pages)
         self.in_flight: deque[tuple[Plan, Step]] = deque()
         self.eos_ids = {eos}

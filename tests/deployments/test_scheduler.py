@@ -5,7 +5,7 @@ import pytest
 
 from loray.deployments.request import GenerationRequest
 from loray.deployments.sequence import Sequence
-from loray.models.step import Pooling, Sampling
+from loray.models.step import CapturedSteps, Pooling, Sampling
 from tests.deployments.simulated_rank import embedding, greedy
 from tests.deployments.stepped_scheduler import BLOCK, NOBODY, Server
 
@@ -332,3 +332,56 @@ def test_what_starts_in_the_next_step_finds_its_blocks_though_others_come_in_bet
     assert small.slot is None  # else nothing would be left for the one whose adapter is on its way
     server.run()
     assert output(late) == greedy("a", list(range(12)), 4) and output(small) == greedy("", [1] * 8, 4)
+
+
+def planned(server: Server) -> list[int]:
+    """Tokens of each row of the next step."""
+    plan = server.plan()
+    return [row.num_tokens for row in plan.rows.values()] if plan else []
+
+
+def test_prompts_wait_for_the_next_step_that_would_make_this_one_too_large_to_be_replayed() -> None:
+    server = Server(captured=CapturedSteps(max_tokens=12, max_scores=1000))
+    for start in range(4):
+        server.add(list(range(start * 10, start * 10 + 5)), 3)
+    assert planned(server) == [5, 5]
+    assert planned(server) == [1, 1, 5, 5]
+    assert server.complete() and planned(server) == [1, 1, 1, 1]
+
+
+def test_keys_that_are_read_count_as_tokens_do() -> None:
+    server = Server(captured=CapturedSteps(max_tokens=32, max_scores=40))
+    for start in range(2):
+        server.add(list(range(start * 10, start * 10 + 8)), 1)  # 36 pairs each
+    assert planned(server) == [8]
+    assert planned(server) == [8]
+
+
+def test_a_prompt_that_is_too_long_for_that_anyway_takes_the_whole_budget_and_others_with_it() -> None:
+    server = Server(captured=CapturedSteps(max_tokens=12, max_scores=1000), max_batch_tokens=32)
+    for size in (20, 5, 40):
+        server.add(list(range(size)), 1)
+    assert planned(server) == [20, 5, 7]
+    assert planned(server) == [32]
+    assert planned(server) == [1]
+
+
+def test_a_cached_prefix_is_no_part_of_what_a_step_computes() -> None:
+    server = Server(captured=CapturedSteps(max_tokens=12, max_scores=1000))
+    server.add(list(range(20)), 1)
+    while server.turn():
+        pass
+    for last in (100, 200, 300):
+        server.add([*range(20), last, last + 1], 1)
+    assert planned(server) == [2, 2, 2]
+
+
+def test_with_and_without_captured_steps_the_tokens_are_the_same() -> None:
+    outputs = []
+    for captured in (None, CapturedSteps(max_tokens=9, max_scores=60)):
+        server = Server(num_blocks=24, captured=captured)
+        sequences = [server.add(list(range(i, i + 3 + 4 * (i % 3))), 6, f"adapter{i % 4}") for i in range(12)]
+        while server.turn():
+            pass
+        outputs.append([sequence.token_ids for sequence in sequences])
+    assert outputs[0] == outputs[1]

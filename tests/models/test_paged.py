@@ -11,6 +11,7 @@ from loray.models.decode_inputs import DecodeInputs
 from loray.models.layout import lay_out
 from loray.models.slot_sampling import Drawn, Sampled, SlotSampling
 from loray.models.step import Admission, Row, Sampling, Step
+from loray.models.warm_up import warm_up
 from tests.models.conductor import Conductor, Request, prompt_of
 from tests.models.families import FAMILIES, save_family
 from tests.models.sampling_jobs import grammar, save_model
@@ -105,6 +106,29 @@ def test_what_an_earlier_decode_left_in_the_buffers_does_not_show(base: Path) ->
     segments = inputs._segments(4)
     assert segments.blocks.tolist() == [[1, 1, 0, 2], [0, 0, 0, 0], [0, 0, 0, 0], [0, 0, 0, 0]]  # the base model's row comes first
     assert segments.page_ids[:2].tolist() == [1, 2] and segments.is_updated.tolist() == [0, 1, 0, 0]
+
+
+@pytest.mark.usefixtures("paged")
+def test_the_buffers_hold_a_block_of_lora_for_each_sequence_and_one_for_every_16_tokens(base: Path) -> None:
+    runner = Conductor(base, max_running=4).runner
+    assert runner._table is not None
+    inputs = DecodeInputs(64, runner._tokens, runner._table.blocks)
+    runner._slots.runs[:4] = [((0, 8),), ((8, 16),), ((16, 24),), ((24, 32),)]
+    rows = [Row(slot, count, [], True) for slot, count in enumerate((17, 17, 17, 13))]
+    inputs.fill(lay_out(rows, runner._slots, 16), num_rows=64)
+    segments = inputs._segments(64)
+    expected = [[0, 16, 0, 1], [16, 1, 0, 1], [17, 16, 1, 1], [33, 1, 1, 1], [34, 16, 2, 1], [50, 1, 2, 1], [51, 13, 3, 1], [0, 0, 0, 0]]
+    assert segments.blocks.tolist() == expected
+    assert segments.page_ids[:4].tolist() == [0, 1, 2, 3] and segments.is_updated.tolist() == [1] * 64
+
+
+@pytest.mark.usefixtures("paged")
+@pytest.mark.parametrize("max_running", [1, 4])
+def test_a_warm_runner_gives_the_tokens_of_any_other(base: Path, max_running: int) -> None:
+    warm, other = (Conductor(base, max_running=max_running) for _ in range(2))
+    warm_up(warm.runner.execute, max_running, max_tokens=40, block_size=16, has_lora=True)
+    request = Request(prompt_of(9), [])
+    assert warm.play([request])[0].token_ids == other.play([request])[0].token_ids
 
 
 def pipelined(conductor: Conductor, requests: list[Request], num_new: int) -> list[list[int]]:
