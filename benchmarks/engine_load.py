@@ -44,7 +44,7 @@ class Load:
 
     def _send(self, name: str, num_new: int, timed: dict[str, Timed]) -> int:
         self._num_sent += 1
-        prompt = [(token + 1000 * self._num_sent) % 30000 + 100 for token in range(NUM_PROMPT)]
+        prompt = [self._num_sent, *range(100, 99 + NUM_PROMPT)]  # none is found in the prefix cache
         request = GenerationRequest(
             request_id=str(self._num_sent), prompt_ids=prompt, max_new_tokens=num_new, sampling=Sampling(), ignore_eos=True
         )
