@@ -4,6 +4,7 @@ from collections.abc import Callable
 
 from torch import Tensor
 
+from loray.kernels import native
 from loray.kernels.delta import Parted
 
 # transformers' and torch's classes -> what the kernel calls them
@@ -22,5 +23,7 @@ def gate(act: Callable[[Tensor], Tensor], gate_up: Parted) -> Tensor:  # [num_to
         from loray.kernels.activation_triton import gate as on_gpu  # needs Triton, which a machine without a GPU may lack
 
         return on_gpu(name, gate_up)
+    if KERNEL_NAMES.get(type(act).__name__) == "silu" and native.serves(gate_up.y.device, gate_up.y.dtype):
+        return native.silu_gate(gate_up.joined())
     gated, up = gate_up.joined().chunk(2, dim=-1)
     return act(gated).mul_(up)

@@ -11,6 +11,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from loray.kernels import native
 from loray.kernels.delta import Parted
 
 MAX_KEPT_VIEWS = 128  # a layer keeps about 2 KB for each
@@ -91,6 +92,9 @@ def add_lora(y: Tensor, x: Tensor, pages: LoraPages, work: LoraWork) -> None:
     x [num_tokens, in], y [num_tokens, sum(widths)], in place.
     """
     if isinstance(work, LoraSegments):
+        if native.serves(y.device, y.dtype):
+            tables = work.blocks, work.page_ids, work.page_rank, work.max_pages
+            return native.add_lora(y, x, pages.a, pages.b, pages.widths, *tables)
         from loray.kernels.lora_segments import add_lora_segments  # needs Triton, which a machine without a GPU may lack
 
         return add_lora_segments(y, x, pages, work)

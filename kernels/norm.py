@@ -1,10 +1,12 @@
-"""Root-mean-square normalisation, alone or after adding to the residual. Plain torch; on a GPU norm_triton.py does it."""
+"""Root-mean-square normalisation, alone or after adding to the residual. Plain torch; on a GPU norm_triton.py does it,
+on a CPU native.c where it can."""
 
 from functools import lru_cache
 
 import torch
 from torch import Tensor
 
+from loray.kernels import native
 from loray.kernels.delta import Parted
 
 
@@ -17,6 +19,8 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float, out: Tensor | None = None) -
         from loray.kernels.norm_triton import rms_norm as on_gpu  # needs Triton, which a machine without a GPU may lack
 
         return on_gpu(x, weight, eps, out)
+    if x.dim() == 2 and native.serves(x.device, x.dtype):
+        return native.rms_norm(x, weight, eps, out)
     # As few calls as can be: a third of F.rms_norm's time for one token.
     norm = torch.linalg.vector_norm(x, dim=-1, keepdim=True, dtype=torch.float32)
     rms = norm.mul_(x.shape[-1] ** -0.5).hypot_(_sqrt(eps))
@@ -30,6 +34,8 @@ def add_rms_norm(x: Tensor, added: Parted, weight: Tensor, eps: float, scale: fl
         from loray.kernels.norm_triton import add_rms_norm as on_gpu
 
         return on_gpu(x, added, weight, eps, scale)
+    if native.serves(x.device, x.dtype):
+        return native.rms_norm(x, weight, eps, added=added.joined(), scale=scale)
     if x.dtype == torch.float32:
         x.add_(added.joined(), alpha=scale)
     else:  # some CPUs would round the product before the sum

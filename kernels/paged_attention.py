@@ -3,6 +3,7 @@
 import torch
 from torch import Tensor
 
+from loray.kernels import native
 from loray.kernels.attention import Scoring, attend
 from loray.kernels.paged_kv import PagedKV
 
@@ -16,6 +17,8 @@ def paged_attention(q: Tensor, kv: PagedKV, scoring: Scoring) -> Tensor:
         from loray.kernels import paged_attention_triton  # needs Triton, which a machine without a GPU may lack
 
         return paged_attention_triton.paged_attention(q, kv, scoring)
+    if kv.scales is None and native.serves(q.device, q.dtype):
+        return native.paged_attention(q, kv, scoring)
     out = torch.empty(q.shape, dtype=q.dtype)
     for seq, (keys, values) in enumerate(kv.sequences()):
         out[seq] = attend(q[seq : seq + 1], keys, values, scoring)[0]

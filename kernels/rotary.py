@@ -6,6 +6,7 @@ Plain torch; on a GPU rotary_triton.py does both in one launch.
 import torch
 from torch import Tensor
 
+from loray.kernels import native
 from loray.kernels.delta import Parted
 from loray.kernels.kv_store import store_kv
 
@@ -40,6 +41,8 @@ def rotate_and_store(
         return on_gpu(qkv, rope, kv_cache, slots, num_heads, kv_scales)
     if qkv.delta is not None:
         qkv.y.copy_(qkv.joined())
+    if kv_scales is None and native.serves(qkv.y.device, qkv.y.dtype):
+        return native.rotate_and_store(qkv.y, rope, kv_cache, slots, num_heads)
     num_all, head_dim = num_heads + kv_cache.shape[2], kv_cache.shape[3]
     heads = qkv.y.view(len(qkv.y), num_all, head_dim)
     if rope is not None:

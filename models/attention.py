@@ -41,26 +41,36 @@ class PagedAttention:
         q [num_tokens, num_heads, head_dim] -> the same; kv is one layer of the cache and already holds this step's keys and values.
         """
         work = batch.attention
-        if isinstance(work, PagedWork):
-            return _attend_paged(q, kv, work, self.scoring)
-        if len(work) == 1 and isinstance(work[0].tokens, slice):
-            return _attend_group(q, kv.blocks, work[0], self.scoring, self.is_upcast)
+        if isinstance(work, tuple):
+            decodes, groups = None, work
+        elif isinstance(work.prompts, tuple):
+            decodes, groups = _attend_decodes(q, kv, work, self.scoring), work.prompts
+        else:
+            return _attend_paged(q, kv, work, work.prompts, self.scoring)
+        if decodes is not None and not groups:
+            return decodes
+        if decodes is None and len(groups) == 1 and isinstance(groups[0].tokens, slice):
+            return _attend_group(q, kv.blocks, groups[0], self.scoring, self.is_upcast)
         out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
-        for group in work:
+        if decodes is not None:
+            out[: len(decodes)] = decodes
+        for group in groups:
             out[group.tokens] = _attend_group(q, kv.blocks, group, self.scoring, self.is_upcast)
         return out
 
 
-def _attend_paged(q: Tensor, layer: LayerKV, work: PagedWork, scoring: Scoring) -> Tensor:
+def _attend_decodes(q: Tensor, layer: LayerKV, work: PagedWork, scoring: Scoring) -> Tensor:
+    count = work.num_decodes
+    return paged_attention(q[:count], PagedKV(layer.blocks, work.block_table[:count], work.context_lens[:count], layer.scales), scoring)
+
+
+def _attend_paged(q: Tensor, layer: LayerKV, work: PagedWork, prompts: PromptWork | None, scoring: Scoring) -> Tensor:
     """Kernels add up in float32 in any case."""
     count = work.num_decodes
-    parts = []
-    if count:
-        kv = PagedKV(layer.blocks, work.block_table[:count], work.context_lens[:count], layer.scales)
-        parts.append(paged_attention(q[:count], kv, scoring))
-    if work.prompts is not None:
+    parts = [_attend_decodes(q, layer, work, scoring)] if count else []
+    if prompts is not None:
         kv = PagedKV(layer.blocks, work.block_table[count:], work.context_lens[count:], layer.scales)
-        parts.append(_attend_prompts(q[count:], kv, work.prompts, scoring))
+        parts.append(_attend_prompts(q[count:], kv, prompts, scoring))
     return parts[0] if len(parts) == 1 else torch.cat(parts)
 
 

@@ -7,7 +7,8 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from loray.models.batch import AttentionGroup, Mask
+from loray.kernels import native
+from loray.models.batch import AttentionGroup, AttentionWork, Mask, PagedWork
 from loray.models.layout import Layout
 from loray.models.slots import Slots
 
@@ -24,8 +25,15 @@ class GroupPlanner:
         self._device = device
         self._windows = windows  # of the model's layers, 0 = none
 
-    def plan(self, layout: Layout) -> tuple[AttentionGroup, ...]:
-        return tuple(self._groups(layout.slots, layout.starts, layout.num_tokens, layout.offsets))
+    def plan(self, layout: Layout) -> AttentionWork:
+        num_decodes = int((layout.num_tokens == 1).sum()) if native.serves(self._device, self._dtype) else 0
+        rest = slice(num_decodes, None)
+        groups = tuple(self._groups(layout.slots[rest], layout.starts[rest], layout.num_tokens[rest], layout.offsets[rest]))
+        if not num_decodes:
+            return groups
+        context_lens = layout.context_lens[:num_decodes]
+        table = self._slots.block_table[layout.slots[:num_decodes], : -(-context_lens.max() // self._block_size)]
+        return PagedWork(num_decodes, self._upload(table).int(), self._upload(context_lens).int(), groups)
 
     def _groups(self, slots: Ints, starts: Ints, num_tokens: Ints, offsets: Ints) -> Iterable[AttentionGroup]:
         """Sequences whose queries and contexts round to the same powers of two."""

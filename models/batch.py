@@ -47,10 +47,10 @@ class PagedWork:
     num_decodes: int  # sequences with one token, each
     block_table: Tensor  # [num_seqs, max_blocks] int32
     context_lens: Tensor  # [num_seqs] int32; 0 = no sequence at all
-    prompts: PromptWork | None  # of the other sequences
+    prompts: PromptWork | tuple[AttentionGroup, ...] | None  # of the other sequences; in groups on a CPU
 
 
-AttentionWork = tuple[AttentionGroup, ...] | PagedWork  # of one step: groups on a CPU, paged on a GPU
+AttentionWork = tuple[AttentionGroup, ...] | PagedWork  # of one step: paged on a GPU, and decodes on a CPU where native.c can
 
 
 @dataclass(frozen=True, slots=True)

@@ -186,7 +186,7 @@ class CausalLMRunner:
         input_ids = self._tokens.view(-1)[self._upload(places)].long().masked_fill_(~is_real.to(self._device), self._hosted.pad_id)
         runs = [self._slots.runs[slot] for slot in slots]
         self._hosted.rows.num_tokens = input_ids.numel()
-        self._hosted.rows.lora_work = lora_work(runs, [length] * len(group), self._upload, self._device)
+        self._hosted.rows.lora_work = lora_work(runs, [length] * len(group), self._upload, self._device, self._dtype)
         self._hosted.rows.specials = tuple(special_rows(runs, [length] * len(group), [False] * len(group), self._lora.specials))
         output, batch = compute(slots, input_ids, is_real, past)
         self._batches.append(batch)

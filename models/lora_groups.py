@@ -9,6 +9,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from loray.kernels import native
 from loray.kernels.choice import uses_triton
 from loray.kernels.lora import LONG_BLOCK, SHORT_BLOCK, LoraGroup, LoraSegments, LoraWork, Padding, PoolView
 from loray.models.adapter import PAGE_RANK
@@ -64,12 +65,17 @@ class _Draft:
 
 
 def lora_work(
-    runs: list[tuple[Run, ...]], num_tokens: list[int], upload: Callable[[NDArray[np.int64]], Tensor], device: torch.device
+    runs: list[tuple[Run, ...]],
+    num_tokens: list[int],
+    upload: Callable[[NDArray[np.int64]], Tensor],
+    device: torch.device,
+    dtype: torch.dtype,
 ) -> LoraWork:
     """For the rows of a step in their order: the runs of each row's adapter, and its number of tokens."""
     if not any(runs):
         return ()
-    return lora_segments(runs, num_tokens, upload) if uses_triton(device) else tuple(lora_groups(runs, num_tokens, upload))
+    has_kernel = uses_triton(device) or native.serves(device, dtype)
+    return lora_segments(runs, num_tokens, upload) if has_kernel else tuple(lora_groups(runs, num_tokens, upload))
 
 
 class SegmentTables(NamedTuple):

@@ -16,10 +16,11 @@ from loray.models.special import Special
 
 
 class Planner:
-    def __init__(self, tokens: Tensor, attention: GroupPlanner | PagedTable, specials: Mapping[int, Special]) -> None:
+    def __init__(self, tokens: Tensor, attention: GroupPlanner | PagedTable, specials: Mapping[int, Special], dtype: torch.dtype) -> None:
         self._tokens = tokens  # [max_running, columns] int32, on the device
         self._attention = attention
         self._specials = specials  # by first page
+        self._dtype = dtype
 
     def batch(self, layout: Layout) -> Batch:
         num_tokens = layout.num_tokens.tolist()
@@ -30,7 +31,7 @@ class Planner:
             positions=positions,
             kv_slots=kv_slots,
             attention=self._attention.plan(layout),
-            lora_work=lora_work(layout.runs, num_tokens, self._upload, self._tokens.device),
+            lora_work=lora_work(layout.runs, num_tokens, self._upload, self._tokens.device, self._dtype),
             specials=tuple(special_rows(layout.runs, num_tokens, layout.samples.tolist(), self._specials)),
             sample_tokens=None if layout.is_decode else self._upload(layout.sample_tokens),
         )

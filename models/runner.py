@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 from transformers import AutoConfig
 
+from loray.kernels import native
 from loray.kernels.attention import Scoring
 from loray.kernels.choice import uses_triton
 from loray.kernels.greedy import greedy
@@ -17,6 +18,7 @@ from loray.kernels.varlen_attention import backend
 from loray.models.attention_groups import GroupPlanner
 from loray.models.batch import Batch
 from loray.models.born_on import born_on
+from loray.models.converted import cache_folder
 from loray.models.cuda_graph import CAPTURED, DecodeGraphs, DecodeOutput
 from loray.models.decode_inputs import DecodeInputs
 from loray.models.device_memory import free_bytes, is_out_of_memory, release
@@ -62,6 +64,8 @@ class Runner:
         has_float8_weights: bool = False,
     ) -> None:
         started = time.perf_counter()
+        if device.type == "cpu":
+            native.prepare(cache_folder() / "native")
         config = AutoConfig.from_pretrained(model_path)
         with born_on(device, dtype), torch.inference_mode():
             self._model = model_class(config)(config, parallel, max_total_tokens)
@@ -80,7 +84,7 @@ class Runner:
         self._tokens = torch.zeros(max_running + 1, max_total_tokens + 1, dtype=torch.int32, device=device)
         self._table = PagedTable(self._slots, block_size, device) if uses_triton(device) else None
         attention = self._table or GroupPlanner(self._slots, block_size, dtype, device, self._model.windows)
-        self._planner = Planner(self._tokens, attention, self._lora.specials)
+        self._planner = Planner(self._tokens, attention, self._lora.specials, dtype)
         self._pooler = Pooler()
         self._prompts = PromptLogprobs()
         self.grammars = GrammarMasks(model_path, trust_remote_code, is_timed=parallel.rank == 0)

@@ -7,7 +7,7 @@ from transformers.activations import ACT2FN
 
 from loray.kernels.activation import KERNEL_NAMES, gate
 from loray.kernels.delta import Parted
-from tests.kernels.triton_marks import BACKENDS, DEVICES, DTYPES, IS_INTERPRETED, TOLERANCE, framed
+from tests.kernels.triton_marks import ALL_BACKENDS, DEVICES, DTYPES, IS_INTERPRETED, TOLERANCE, framed
 
 NAMES = ["silu", "swish", "gelu", "gelu_new", "gelu_pytorch_tanh"]
 
@@ -28,7 +28,7 @@ def check(found: Tensor, name: str, gate_up: Tensor) -> None:
     torch.testing.assert_close(found.double().cpu(), expected, rtol=TOLERANCE[found.dtype], atol=atol)
 
 
-@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("backend", ALL_BACKENDS)
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("name", NAMES)
 @pytest.mark.parametrize(("num_tokens", "size"), [(1, 1), (1, 14336), (3, 1536), (5, 1025), (4, 36)])
@@ -39,14 +39,14 @@ def test_each_number_is_gated_by_its_own(backend: str, dtype: torch.dtype, name:
     check(found, name, gate_up)
 
 
-@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("backend", ALL_BACKENDS)
 @pytest.mark.parametrize("name", NAMES)
 def test_large_numbers_saturate(backend: str, name: str) -> None:
     gate_up = torch.tensor([[1e4, -1e4, 100.0, -100.0, 0.0, 2.0, 2.0, 2.0, 2.0, 2.0]], device=DEVICES[backend])
     torch.testing.assert_close(gate_of(backend, name, Parted(gate_up)).cpu(), torch.tensor([[2e4, 0.0, 200.0, 0.0, 0.0]]))
 
 
-@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("backend", ALL_BACKENDS)
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_a_delta_is_added_for_the_tokens_that_have_one_and_others_are_not_read(backend: str, dtype: torch.dtype) -> None:
     device, size = DEVICES[backend], 1100

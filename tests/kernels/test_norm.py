@@ -7,7 +7,7 @@ import torch
 
 from loray.kernels import norm
 from loray.kernels.delta import Parted
-from tests.kernels.triton_marks import BACKENDS, DEVICES, DTYPES, IS_INTERPRETED, TOLERANCE, framed, is_whole
+from tests.kernels.triton_marks import ALL_BACKENDS, DEVICES, DTYPES, IS_INTERPRETED, TOLERANCE, framed, is_whole
 
 EPS = 1e-5
 
@@ -29,7 +29,7 @@ def check(found: torch.Tensor, expected: torch.Tensor, atol: float = 2.0**-24) -
     torch.testing.assert_close(found.double().cpu(), expected, rtol=TOLERANCE[found.dtype], atol=atol)
 
 
-@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("backend", ALL_BACKENDS)
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize(
     "shape", [(1, 1), (1, 4096), (5, 576), (3, 100), (2, 16384), (2, 9, 64), (3, 4, 80), (1, 3, 96), (2, 2, 256)], ids=str
@@ -41,7 +41,7 @@ def test_each_row_is_divided_by_its_root_mean_square(backend: str, dtype: torch.
     check(kernels_of(backend).rms_norm(x, weight, EPS), expected_norm(x, weight))
 
 
-@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("backend", ALL_BACKENDS)
 @pytest.mark.parametrize("shape", [(3, 576), (3, 5, 80)], ids=str)
 def test_rows_of_a_larger_tensor_are_read_and_written_where_they_lie(backend: str, shape: tuple[int, ...]) -> None:
     frame, x = framed(torch.randn(shape), DEVICES[backend])
@@ -55,7 +55,7 @@ def test_rows_of_a_larger_tensor_are_read_and_written_where_they_lie(backend: st
     assert is_whole(frame) and is_whole(out_frame)
 
 
-@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("backend", ALL_BACKENDS)
 def test_the_quotient_is_rounded_before_the_weight(backend: str) -> None:
     """As transformers does it: the weight meets a number of the model's dtype."""
     x, weight = torch.randn(4, 64).half().to(DEVICES[backend]), (1 + torch.rand(64)).half().to(DEVICES[backend])
@@ -65,7 +65,7 @@ def test_the_quotient_is_rounded_before_the_weight(backend: str) -> None:
     assert (found != expected_norm(x, weight).half()).float().mean() > 0.05
 
 
-@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("backend", ALL_BACKENDS)
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("scale", [1.0, 0.22])
 @pytest.mark.parametrize(("num_tokens", "size"), [(1, 4096), (7, 576), (4, 33)])
@@ -81,7 +81,7 @@ def test_the_residual_gets_the_rounded_sum_and_its_norm_is_returned(
     assert is_whole(x_frame) and is_whole(y_frame)
 
 
-@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("backend", ALL_BACKENDS)
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_a_delta_is_added_for_the_tokens_that_have_one_and_others_are_not_read(backend: str, dtype: torch.dtype) -> None:
     device, size = DEVICES[backend], 576
@@ -96,7 +96,7 @@ def test_a_delta_is_added_for_the_tokens_that_have_one_and_others_are_not_read(b
     check(normed, expected_norm(x, weight))
 
 
-@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("backend", ALL_BACKENDS)
 def test_every_sum_is_rounded_before_the_next_step(backend: str) -> None:
     device = DEVICES[backend]
     x, y, delta = (torch.randn(4, 576).half() for _ in range(3))

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from loray.kernels import rotary
 from loray.kernels.delta import Parted
-from tests.kernels.triton_marks import BACKENDS, DEVICES, DTYPES, IS_INTERPRETED, TOLERANCE
+from tests.kernels.triton_marks import ALL_BACKENDS, DEVICES, DTYPES, IS_INTERPRETED, TOLERANCE
 
 BLOCK_SIZE = 4
 FP8 = torch.float8_e4m3fn
@@ -103,7 +103,7 @@ def stored_of(kv_cache: Tensor, step: Step) -> Tensor:
     return stored
 
 
-@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("backend", ALL_BACKENDS)
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("heads", SHAPES, ids=str)
 @pytest.mark.parametrize("num_tokens", [1, 7])
@@ -121,7 +121,7 @@ def test_queries_and_keys_turn_and_keys_and_values_are_stored(backend: str, dtyp
     assert frame.isnan().all()
 
 
-@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("backend", ALL_BACKENDS)
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("heads", SHAPES, ids=str)
 def test_a_float8_cache_gets_the_quotient_by_its_scale_within_its_range(backend: str, dtype: torch.dtype, heads: Heads) -> None:
@@ -143,7 +143,7 @@ def test_a_float8_cache_gets_the_quotient_by_its_scale_within_its_range(backend:
     torch.testing.assert_close(found, expected, rtol=2.0**-4, atol=atol)  # half a unit in the last place
 
 
-@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("backend", ALL_BACKENDS)
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("heads", SHAPES, ids=str)
 def test_a_delta_is_added_for_the_tokens_that_have_one_and_others_are_not_read(backend: str, dtype: torch.dtype, heads: Heads) -> None:

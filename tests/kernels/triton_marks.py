@@ -7,9 +7,10 @@ import pytest
 import torch
 
 IS_INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
-DEVICES = {"twin": "cpu", "triton": "cpu" if IS_INTERPRETED else "cuda"}
+DEVICES = {"twin": "cpu", "native": "cpu", "triton": "cpu" if IS_INTERPRETED else "cuda"}
 ON_GPU = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available() and not IS_INTERPRETED, reason="no CUDA GPU")]
 BACKENDS = ["twin", pytest.param("triton", marks=ON_GPU)]
+ALL_BACKENDS = [*BACKENDS, *([] if IS_INTERPRETED else ["native"])]  # of what native.c has too
 
 # Three roundings of a number, relative; a few more in float32, where a sum of many numbers has its own.
 TOLERANCE = {torch.float32: 2e-6, torch.float16: 3 * 2.0**-11, torch.bfloat16: 3 * 2.0**-8}

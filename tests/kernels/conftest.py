@@ -1,0 +1,26 @@
+"""Chooses between native.c and the twins, which are the same functions to their callers."""
+
+import shutil
+from collections.abc import Iterator
+
+import pytest
+
+from loray.kernels import native
+
+
+@pytest.fixture(scope="session")
+def library(tmp_path_factory: pytest.TempPathFactory) -> object:
+    """Of native.c; None where there is no compiler."""
+    native.prepare(tmp_path_factory.mktemp("native"))
+    assert native._library is not None or not shutil.which("cc")
+    return native._library
+
+
+@pytest.fixture(autouse=True)
+def backend_in_use(request: pytest.FixtureRequest, library: object) -> Iterator[None]:
+    """native.c for the tests that ask for it, the twins for the rest."""
+    before = native._library
+    wants_native = getattr(request.node, "callspec", None) is not None and request.node.callspec.params.get("backend") == "native"
+    native._library = library if wants_native else None  # type: ignore[assignment]
+    yield
+    native._library = before
