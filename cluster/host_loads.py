@@ -17,7 +17,7 @@ import msgspec
 import zmq
 
 from loray.cluster.channel import Address, bind, connect
-from loray.models.adapter import AdapterError
+from loray.models.adapter_config import AdapterError, FilesChanged
 from loray.models.step import HostCopy, Step, grammar_key
 
 logger = logging.getLogger("loray.adapters")
@@ -51,6 +51,7 @@ class RankReport(msgspec.Struct, frozen=True, array_like=True):
     seconds: float
     error: str = ""  # "" = it is there
     grammar: bytes = b""  # its key; copy says nothing then
+    is_changed: bool = False  # the files are not those that were asked for
 
 
 class Prepared(msgspec.Struct, frozen=True):
@@ -61,6 +62,7 @@ class Prepared(msgspec.Struct, frozen=True):
     seconds: float  # of the slowest
     error: str = ""
     grammar: bytes = b""  # as in RankReport
+    is_changed: bool = False  # likewise
 
 
 class HostLoader:
@@ -94,15 +96,15 @@ class HostLoader:
 
     def _prepare(self, copy: HostCopy) -> None:
         started = time.monotonic()
-        num_bytes, error = 0, ""
+        num_bytes, error, is_changed = 0, "", False
         try:
             num_bytes = self._host.prepare(copy.path, copy.signature)
         except AdapterError as refusal:
-            error = str(refusal)
+            error, is_changed = str(refusal), isinstance(refusal, FilesChanged)
         except Exception as failure:  # a bug or a full memory must fail this adapter's requests, not leave them waiting
             logger.exception("could not read %s", copy.path)
             error = f"adapter {copy.path.rpartition('/')[2]!r} could not be read: {failure!r}"
-        self._report(RankReport(self._rank, copy, num_bytes, time.monotonic() - started, error))
+        self._report(RankReport(self._rank, copy, num_bytes, time.monotonic() - started, error, is_changed=is_changed))
 
     def _compile(self, grammar: bytes) -> None:
         started = time.monotonic()
@@ -144,4 +146,5 @@ class HostReports:
                 del self._reports[what]
                 error = next((one.error for one in reports if one.error), "")
                 num_bytes, seconds = max(one.num_bytes for one in reports), max(one.seconds for one in reports)
-                on_prepared(Prepared(report.copy, num_bytes, seconds, error, report.grammar))
+                is_changed = any(one.is_changed for one in reports)
+                on_prepared(Prepared(report.copy, num_bytes, seconds, error, report.grammar, is_changed))

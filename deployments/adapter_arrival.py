@@ -25,10 +25,12 @@ async def arrival(engine: Engine, adapter: Adapter) -> None:
             raise AdapterFailed(adapter.error or f"adapter {adapter.adapter_id!r}: there is no room for it in host memory now")
 
 
-async def logged_load(load: Coroutine[Any, Any, None], adapter_id: str) -> None:
-    """Its end, and why it failed, are told in the log alone."""
+async def logged_load(load: Coroutine[Any, Any, None], adapter_id: str) -> bool:
+    """Whether it succeeded; if not, the log says why."""
     try:
         await load
-        logger.info("adapter %s is loaded", adapter_id)
     except LorayError as error:
         logger.warning("adapter %s can't be loaded: %s", adapter_id, error.message)
+        return False
+    logger.info("adapter %s is loaded", adapter_id)
+    return True

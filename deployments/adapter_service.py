@@ -39,6 +39,7 @@ MAX_REMEMBERED = 10_000  # adapters whose use is counted
 NUM_LOADS = 4  # that wait for their arrival at once: what is on its way may take more room than it will need
 NUM_AT_ONCE = 400  # adapters that the engine is asked about between two steps: a millisecond
 NUM_LOOKED_AT = 16  # adapters, of those that may be forgotten, when there is a new one
+RETRY_S = 15.0  # between two tries to load what is pinned
 SLOW_S = 20.0  # a search that takes longer is slow
 
 
@@ -198,9 +199,13 @@ class AdapterService:
         self._in_background(self._load_and_log(record, is_renewed))
 
     async def _load_and_log(self, record: AdapterRecord, is_renewed: bool = False) -> None:
-        await logged_load(self.load(record.ref, record, is_renewed), record.ref.adapter_id)
+        is_loaded = await logged_load(self.load(record.ref, record, is_renewed), record.ref.adapter_id)
         self._forget_failed(record.ref)
         await self._unload_replaced(record.ref.adapter_id)
+        if record.is_pinned and not is_loaded:  # a pin is not lost because its files were away for a moment
+            await asyncio.sleep(RETRY_S)
+            if self._wishes.still_count(record) and self._use(record.ref).error:
+                await self._load_and_log(record)
 
     async def _unload_replaced(self, adapter_id: str) -> None:
         """Once what the id means now is there: an undo brings back what it meant before. Loads that were overtaken are waited for."""

@@ -33,7 +33,7 @@ from loray.deployments.config import BLOCK_SIZE, ServerArgs
 from loray.deployments.deadlines import in_time, seconds_left
 from loray.deployments.driver_log import DriverLog
 from loray.deployments.engine import ABORTED, Engine
-from loray.deployments.errors import LorayError
+from loray.deployments.errors import Incomplete, LorayError
 from loray.deployments.host_tier import HostTier
 from loray.deployments.model_check import check_model
 from loray.deployments.pools import fitting_tokens, size_pools
@@ -98,6 +98,7 @@ class Driver:
             acknowledge = partial(self._engine.acknowledge, generation.request_id, reply)
             async with in_time(generation.deadline_s, "its adapter was still being fetched"):
                 adapter = await self._adapters.find_patiently(generation.adapter, acknowledge)
+            check_version(generation, adapter)
         except LorayError as error:
             self._engine.refuse(generation.request_id, error, reply)
             return tell(Ending(type(error).__name__))
@@ -219,6 +220,13 @@ def driver_info(args: ServerArgs, spec: RankSpec, report: LoadReport, stats: Map
 def is_snapshot(folder: Path) -> bool:
     """Whether it comes from the hub, whose cache names the folders by their commits."""
     return folder.parent.name == "snapshots" and re.fullmatch("[0-9a-f]{40}", folder.name) is not None
+
+
+def check_version(generation: GenerationRequest, adapter: Adapter) -> None:
+    """An answer is of one version: what another replica has begun is not ended with other weights."""
+    if generation.output_ids and generation.adapter_version != adapter.version:
+        name = repr(generation.adapter_id)
+        raise Incomplete(f"adapter {name} was replaced meanwhile: the version that the answer was begun with is gone with its replica")
 
 
 def rank_spec(args: ServerArgs, folder: Path) -> RankSpec:

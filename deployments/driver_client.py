@@ -19,7 +19,7 @@ from ray.serve.handle import DeploymentHandle, DeploymentResponse
 from loray.deployments.adapter_records import AdapterChange, Changed
 from loray.deployments.adapter_status import AdapterStatus
 from loray.deployments.deadlines import seconds_left
-from loray.deployments.errors import AdapterFailed, DeadlineExceeded, Incomplete, LorayError, Unhealthy, from_wire
+from loray.deployments.errors import AdapterChanged, AdapterFailed, DeadlineExceeded, Incomplete, LorayError, Unhealthy, from_wire
 from loray.deployments.mailbox import Mailbox, ReplicaLost
 from loray.deployments.request import AdapterRef, GenerationRequest, TokenEvent
 from loray.deployments.token_channel import TokenReceiver
@@ -34,6 +34,7 @@ TEMPLATE_S = 600.0  # for an adapter's chat template, which comes with the adapt
 LEAVING_S = 1.0  # for Serve to cancel a task whose calls it has cancelled
 GRACE_S = 0.5  # beyond a deadline: the driver's own word of it says more
 MAX_LOSSES = 2  # replicas lost in a row without a single new token
+MAX_CHANGES = 10  # of an adapter's files in a row, each while they were read
 NO_RECEIVER = "this ingress replica gets no tokens any more"
 
 
@@ -50,14 +51,16 @@ class DriverClient:
         output_ids = list(request.output_ids)
         started = time.monotonic()
         is_accepted = False
-        losses = 0
+        losses = changes = 0
+        version = request.adapter_version
         while True:
-            request_id = f"{request.request_id}.{losses}.{len(output_ids)}"
-            deadline_s = seconds_left(request.deadline_s, started)
-            attempt = msgspec.structs.replace(request, request_id=request_id, output_ids=list(output_ids), deadline_s=deadline_s)
+            request_id = f"{request.request_id}.{losses}.{changes}.{len(output_ids)}"
+            so_far = {"output_ids": list(output_ids), "adapter_version": version, "deadline_s": seconds_left(request.deadline_s, started)}
+            attempt = msgspec.structs.replace(request, request_id=request_id, **so_far)
             try:
                 async with aclosing(self._attempt(attempt)) as events:
                     async for event in events:
+                        version = event.version or version
                         if event.token_ids:
                             output_ids += event.token_ids
                             losses = 0
@@ -65,6 +68,10 @@ class DriverClient:
                             is_accepted = True
                             yield event
                 return
+            except AdapterChanged:
+                changes += 1
+                if output_ids or changes > MAX_CHANGES:
+                    raise
             except ReplicaLost as loss:
                 losses += 1
                 logger.warning("request %s lost its replica after %d tokens: %s", request.request_id, len(output_ids), loss)

@@ -21,7 +21,7 @@ from loray.deployments.adapter_tiers import AdapterTiers
 from loray.deployments.adapters import Adapter
 from loray.deployments.deadlines import Deadlines
 from loray.deployments.engine_stats import EngineCounts, engine_stats
-from loray.deployments.errors import AdapterFailed, DeadlineExceeded, GrammarFailed, Incomplete, LorayError
+from loray.deployments.errors import AdapterChanged, AdapterFailed, DeadlineExceeded, GrammarFailed, Incomplete, LorayError
 from loray.deployments.outcomes import outcomes
 from loray.deployments.plan import Plan
 from loray.deployments.queue_limits import QueueLimits, check_admission
@@ -137,7 +137,7 @@ class Engine:
         for address in self._tokens.lost():
             self._abort_all(address)
         self._end_late(time.monotonic())
-        for adapter in self._scheduler.next_adapters(NUM_PREFETCHED):
+        for adapter in self._scheduler.waiting.next_adapters(NUM_PREFETCHED):
             if not adapter.is_ready:
                 self._tiers.host.want(adapter)
         while len(self._in_flight) < STEPS_IN_FLIGHT and self._send_next():
@@ -181,7 +181,7 @@ class Engine:
             adapter.pool_use.num_loads += 1
             adapter.pool_use.load_seconds += result.load_seconds / len(plan.loads)
         for index, reason in result.failed_loads.items():
-            self._fail_adapter(list(plan.loads)[index], reason)
+            self._fail_adapter(list(plan.loads)[index], AdapterFailed(reason))
         for index, failure in result.failed_rows.items():
             self._fail(list(plan.rows)[index], GrammarFailed(failure.reason) if failure.is_callers else Incomplete(failure.reason))
         fields = outcomes(plan, result)
@@ -215,7 +215,7 @@ class Engine:
             self._deadlines.add(request.request_id, sequence.deadline)
         if sequence.adapter:
             self._tiers.host.want(sequence.adapter)
-        self._tell(sequence)
+        self._tell(sequence, version=sequence.adapter.version if sequence.adapter else "")
 
     def _abort(self, request_id: str) -> None:
         sequence = self._sequences.get(request_id)
@@ -228,11 +228,11 @@ class Engine:
         for sequence in [s for s in self._sequences.values() if s.reply == reply]:
             self._abort(sequence.request.request_id)
 
-    def _fail_adapter(self, adapter: Adapter, reason: str) -> None:
+    def _fail_adapter(self, adapter: Adapter, error: AdapterFailed) -> None:
         """The ranks could not read it: end its requests, and them alone."""
         self._scheduler.adapters.discard(adapter)
         for sequence in [s for s in self._sequences.values() if s.adapter is adapter]:
-            self._fail(sequence, AdapterFailed(reason))
+            self._fail(sequence, error)
 
     def _end_late(self, now: float) -> None:
         """Ends the requests whose deadline has come, wherever they are."""
@@ -283,7 +283,7 @@ class Engine:
         self._counts.host_load_seconds += prepared.seconds
         if prepared.error:
             adapter, reason = self._tiers.failed(prepared.copy, prepared.error)
-            self._fail_adapter(adapter, reason)
+            self._fail_adapter(adapter, AdapterChanged(reason) if prepared.is_changed else AdapterFailed(reason))
         else:
             self._tiers.host.arrived(prepared.copy, prepared.num_bytes, prepared.seconds)
 

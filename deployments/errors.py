@@ -9,6 +9,7 @@ LorayError
 ├── Unauthorized         401 unauthorized           the API key is missing or wrong
 ├── Forbidden            403 forbidden              this server has no admin key, so nobody is an admin
 ├── AdapterFailed        424 generation             the adapter can't be used; says which and why
+│   ├── AdapterChanged   424 generation             its files were replaced again and again while they were read
 │   └── AdapterNotFound  424 generation             (404 model_not_found on /v1)
 │       └── UnknownAdapter  404 not_found           an admin asks for an adapter that this server does not know
 ├── TooLarge             413 too_large              the body has more bytes than limits.max_body_bytes
@@ -76,6 +77,10 @@ class AdapterNotFound(AdapterFailed):
     pass
 
 
+class AdapterChanged(AdapterFailed):
+    """While its files were read. Who has no token yet is served in the version that is there now."""
+
+
 class UnknownAdapter(AdapterNotFound):
     status = 404
     error_type = "not_found"
@@ -115,10 +120,9 @@ class Unhealthy(LorayError):
     retry_after: ClassVar[int] = 5  # seconds; a lost replica is built anew in more
 
 
-_BY_NAME: dict[str, type[LorayError]] = {
-    kind.__name__: kind
-    for kind in (InvalidRequest, GrammarFailed, AdapterFailed, AdapterNotFound, Overloaded, Incomplete, DeadlineExceeded, Unhealthy)
-}
+_ADAPTER_ERRORS = AdapterFailed, AdapterNotFound, AdapterChanged
+_OVER_THE_WIRE = InvalidRequest, GrammarFailed, *_ADAPTER_ERRORS, Overloaded, Incomplete, DeadlineExceeded, Unhealthy
+_BY_NAME: dict[str, type[LorayError]] = {kind.__name__: kind for kind in _OVER_THE_WIRE}
 
 
 def from_wire(name: str, message: str) -> LorayError:

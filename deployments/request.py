@@ -46,6 +46,7 @@ class GenerationRequest(msgspec.Struct, frozen=True, kw_only=True):
     ignore_eos: bool = False
     sampling: Sampling
     adapter: AdapterRef | None = None  # None = base model
+    adapter_version: str = ""  # that output_ids are of
     pooling: Pooling = ""
     stop_token_ids: list[int] = []  # tokens that end it, beside EOS
     wants_prompt_logprobs: bool = False
@@ -78,6 +79,7 @@ class TokenEvent(msgspec.Struct, frozen=True, array_like=True):
     prompt_logprobs: list[float] = []  # of each prompt token but the first; comes with the first token when wanted
     prompt_alternatives: list[Alternatives] = []  # likewise
     queue_s: float = 0.0  # with the first token: how long it waited for a slot
+    version: str = ""  # of the adapter, with the first event
     num_before: int = -1  # tokens of the request's output before these; -1 = not told
 
     @property

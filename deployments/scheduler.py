@@ -42,14 +42,8 @@ class Scheduler:
         # A step has a token for each that runs, else a flood of decodes would leave nothing for prompts.
         self._free_slots = list(range(min(max_running, max_batch_tokens) - 1, -1, -1))
         self._leaving: set[Adapter] = set()  # the pool, for one that finds no pages
+        self._preempted: set[Sequence] = set()  # those that wait to go on
         self.has_displaced = False  # an adapter left the pool while requests of it wait; what is pinned may keep it from coming back
-
-    def num_waiting_of(self, account: str) -> int:
-        return self.waiting.num_waiting_of(account)
-
-    def next_adapters(self, limit: int) -> list[Adapter]:
-        """Adapters outside the pool that wait for their turn, in that order."""
-        return self.waiting.next_adapters(limit)
 
     def add(self, sequence: Sequence) -> None:
         if sequence.adapter:
@@ -62,6 +56,7 @@ class Scheduler:
             return
         sequence.is_finished = True
         self.waiting.forget(sequence)
+        self._preempted.discard(sequence)
         if sequence.slot is not None:
             self._stop_running(sequence)
         if sequence.adapter:
@@ -189,7 +184,7 @@ class Scheduler:
             if sequence.num_unknown:  # it was preempted and its last token is still on its way
                 continue
             if adapter is None or adapter.page_ids:
-                if adapter not in self._leaving:
+                if adapter not in self._leaving or sequence in self._bound_to(adapter):
                     yield sequence
             elif self.adapters.can_place(adapter):
                 yield sequence
@@ -239,6 +234,7 @@ class Scheduler:
         self.num_started_tokens += len(sequence.token_ids)
         self.num_cached_tokens += sequence.num_computed
         self.waiting.take(sequence)
+        self._preempted.discard(sequence)
         sequence.queue_s = sequence.queue_s or time.monotonic() - sequence.accepted_at
         sequence.slot = self._free_slots.pop()
         self.running.append(sequence)
@@ -274,6 +270,7 @@ class Scheduler:
             sequence.num_unknown -= row.samples
             self.waiting.refund(sequence, row.num_tokens)
         self.waiting.put_back(sequence)
+        self._preempted.add(sequence)
         self._stop_running(sequence)
         self.num_preemptions += 1
 
@@ -284,9 +281,14 @@ class Scheduler:
         self._free_slots.append(sequence.slot)
         sequence.slot, sequence.block_ids = None, []
         sequence.num_computed = sequence.num_published = 0
-        if sequence.adapter in self._leaving and all(other.adapter is not sequence.adapter for other in self.running):
-            self.adapters.discard(sequence.adapter)
+        adapter = sequence.adapter
+        if adapter in self._leaving and all(other.adapter is not adapter for other in (*self.running, *self._bound_to(adapter))):
+            self.adapters.discard(adapter)
             self.has_displaced = True
+
+    def _bound_to(self, adapter: Adapter | None) -> Collection[Sequence]:
+        """Those that can go on with its pages alone: it is not in host memory, and its files may be others by now."""
+        return () if adapter is None or adapter.is_ready else [s for s in self._preempted if s.adapter is adapter]
 
     def _publish(self, sequence: Sequence) -> None:
         """Make its full blocks findable. Their content may still be on its way, but always ahead of any step that reads it."""

@@ -98,12 +98,12 @@ def read_adapter(folder: Path, lora_shapes: Shapes) -> AdapterSpec:
 
 
 def signature(folder: Path) -> str:
-    """Changes whenever one of the adapter's files does: sizes and modification times."""
+    """Changes whenever one of the adapter's files does. The time of its last modification alone does not: archives bring their own."""
     try:
         stats = [(folder / name).stat() for name in (CONFIG_FILE, WEIGHTS_FILE) if (folder / name).exists()]
     except OSError as error:
         raise AdapterError(f"adapter {folder.name!r}: {error.strerror}") from error
-    return ",".join(f"{stat.st_ino}-{stat.st_size}-{stat.st_mtime_ns}" for stat in stats)
+    return ",".join(f"{stat.st_ino}-{stat.st_size}-{stat.st_mtime_ns}-{stat.st_ctime_ns}" for stat in stats)
 
 
 def _has_lora(tensors: Tensors) -> bool:

@@ -39,6 +39,10 @@ class AdapterError(Exception):
     """The adapter cannot be served; the message names the adapter, the tensor or field, and the reason."""
 
 
+class FilesChanged(AdapterError):
+    """They are not those that were checked: another version may be there now."""
+
+
 class AdapterConfig:
     """name, below: of a module as PEFT sees it in the model that the adapter was made from."""
 

@@ -4,7 +4,8 @@ from collections.abc import Callable
 from pathlib import Path
 from threading import Lock
 
-from loray.models.adapter import AdapterError, signature
+from loray.models.adapter import signature
+from loray.models.adapter_config import FilesChanged
 from loray.models.adapter_tensors import RankAdapter
 
 
@@ -45,4 +46,4 @@ class HostAdapters:
 
 def _check_signature(path: str, expected: str) -> None:
     if expected and expected != signature(Path(path)):
-        raise AdapterError(f"adapter {Path(path).name!r}: its files changed after they were checked")
+        raise FilesChanged(f"adapter {Path(path).name!r}: its files changed after they were checked")

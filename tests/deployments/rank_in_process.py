@@ -33,6 +33,7 @@ class RankInProcess:
         self.on_prepared: Callable[[Prepared], None] = lambda prepared: None
         self.slow_paths: set[str] = set()  # never read to the end, unless the test says so
         self.lost_paths: set[str] = set()  # cannot be read into host memory
+        self.changed_paths: set[str] = set()  # of those, because the files are others
         self.prepared: list[HostCopy] = []
         self.compiled: list[bytes] = []
         self.slow_grammars: set[bytes] = set()  # never compiled to the end, unless the test says so
@@ -76,7 +77,9 @@ class RankInProcess:
 
     def prepare(self, copy: HostCopy) -> None:
         self.prepared.append(copy)
-        self.on_prepared(Prepared(copy, PAGE_BYTES, 0.5, "torn" if copy.path in self.lost_paths else ""))
+        is_changed = copy.path in self.changed_paths
+        error = "torn" if is_changed or copy.path in self.lost_paths else ""
+        self.on_prepared(Prepared(copy, PAGE_BYTES, 0.5, error, is_changed=is_changed))
 
 
 def start_engine(steps: RankInProcess, max_running: int = 8) -> Engine:

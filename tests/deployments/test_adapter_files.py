@@ -1,3 +1,4 @@
+import os
 import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -44,6 +45,22 @@ def test_a_replaced_folder_is_another_version_and_an_equal_copy_is_not(root: Pat
     save_folder(root / "copy", rank=4)
     assert files.find("copy").version == first.version
     save_folder(root / "small", rank=4, seed=1)
+    assert files.find("small").version != first.version
+
+
+def test_other_content_of_the_same_size_and_time_in_the_same_file_is_another_version(root: Path) -> None:
+    """As `cp -p` and archives with fixed times leave it."""
+    files = AdapterFiles([root], SHAPES)
+    first = files.find("small")
+    weights = root / "small" / "adapter_model.safetensors"
+    before = weights.stat()
+    save_folder(root.parent / "other", rank=4, seed=1)
+    content = (root.parent / "other" / weights.name).read_bytes()
+    with open(weights, "r+b") as file:
+        file.write(content)
+    os.utime(weights, ns=(before.st_atime_ns, before.st_mtime_ns))
+    after = weights.stat()
+    assert (after.st_ino, after.st_size, after.st_mtime_ns) == (before.st_ino, before.st_size, before.st_mtime_ns)
     assert files.find("small").version != first.version
 
 

@@ -227,6 +227,21 @@ def test_a_load_that_fails_after_it_was_taken_back_leaves_nothing_in_the_list(se
     run(work())
 
 
+def test_a_pin_outlives_a_moment_in_which_its_files_were_away(service: AdapterService, root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(adapter_service, "RETRY_S", 0.05)
+
+    async def work() -> None:
+        (root / "small").rename(root.parent / "away")
+        await ReplicaAdmin(service).change("pin", "small")
+        assert (await settled(service, "small")).state == "failed"
+        (root.parent / "away").rename(root / "small")
+        while not (status := (await statuses(service))["small"]).is_pinned:
+            await asyncio.sleep(0.02)
+        assert status.error == ""
+
+    run(work())
+
+
 def test_a_load_that_is_taken_back_leaves_what_was_found(service: AdapterService, steps: RankInProcess, root: Path) -> None:
     async def work() -> None:
         admin = ReplicaAdmin(service)

@@ -118,6 +118,15 @@ def test_a_request_that_has_time_is_served_with_what_its_adapter_left_of_it(
     assert 0 < limited < 60 and unlimited == 0
 
 
+def test_what_another_replica_has_begun_goes_on_with_the_same_version_or_not_at_all(store: Store, engine: Engine) -> None:
+    begun = {"output_ids": [7], "max_new_tokens": 3}
+    last = last_event(store, engine, request_for("small", **begun, adapter_version="of files that are gone"))
+    assert last.error == "Incomplete" and "'small' was replaced meanwhile" in last.message
+    service = AdapterService(store, engine, max_waiting=2, page_bytes=PAGE_BYTES)
+    version = run(service.find(AdapterRef(adapter_id="small"))).version
+    assert last_event(store, engine, request_for("small", **begun, adapter_version=version)).finish_reason == "length"
+
+
 def lines(caplog: pytest.LogCaptureFixture) -> list[str]:
     return [record.getMessage() for record in caplog.records if record.name == "ray.serve.loray"]
 

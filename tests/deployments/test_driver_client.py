@@ -16,8 +16,8 @@ from loray.cluster.channel import Address
 from loray.deployments import driver_client
 from loray.deployments.adapter_records import AdapterChange
 from loray.deployments.adapter_registry import AdapterRegistry, Patience
-from loray.deployments.driver_client import MAX_LOSSES, DriverClient
-from loray.deployments.errors import AdapterFailed, DeadlineExceeded, Incomplete, Unhealthy
+from loray.deployments.driver_client import MAX_CHANGES, MAX_LOSSES, DriverClient
+from loray.deployments.errors import AdapterChanged, AdapterFailed, DeadlineExceeded, Incomplete, Unhealthy
 from loray.deployments.ingress import Ingress
 from loray.deployments.registry_follower import RegistryFollower
 from loray.deployments.request import AdapterRef, GenerationRequest, TokenEvent
@@ -118,6 +118,30 @@ def test_a_generation_goes_on_at_another_replica_after_the_tokens_it_had() -> No
     driver = Driver([[ACCEPTED, tokens(1), tokens(2, 3)], [ACCEPTED, tokens(4), tokens(7, finish_reason="length")]])
     assert [event.token_ids for event in collect(driver, request())] == [[], [1], [2, 3], [4], [7]]
     assert [sent.output_ids for sent in driver.requests] == [[], [1, 2, 3]]
+
+
+def test_what_goes_on_elsewhere_says_which_version_of_its_adapter_it_was_begun_with() -> None:
+    accepted = {"version": "v1"}
+    driver = Driver([[ACCEPTED, accepted, tokens(1)], [accepted, tokens(2)], [accepted, tokens(7, finish_reason="length")]])
+    collect(driver, request())
+    assert [sent.adapter_version for sent in driver.requests] == ["", "v1", "v1"]
+
+
+CHANGED = {"error": "AdapterChanged", "message": "its files changed"}
+
+
+def test_who_has_no_token_yet_is_served_in_the_version_that_is_there_now() -> None:
+    driver = Driver([[{"version": "v1"}, CHANGED], [CHANGED], [{"version": "v2"}, tokens(7, finish_reason="length")]])
+    assert [event.token_ids for event in collect(driver, request())] == [[], [7]]
+    assert len({sent.request_id for sent in driver.requests}) == 3
+
+
+def test_an_answer_is_of_one_version_and_files_that_never_rest_are_an_error() -> None:
+    for plays, num_sent in (([[ACCEPTED, tokens(1), CHANGED | {"num_before": 1}]], 1), ([[CHANGED]] * 99, MAX_CHANGES + 1)):
+        driver = Driver(plays)
+        with pytest.raises(AdapterChanged, match="its files changed"):
+            collect(driver, request())
+        assert len(driver.requests) == num_sent
 
 
 def test_a_generation_that_goes_on_elsewhere_stays_in_its_trace() -> None:

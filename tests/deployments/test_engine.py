@@ -361,6 +361,23 @@ def test_an_adapter_that_is_being_read_holds_up_nobody_but_its_own(client: Clien
     assert client.tokens("slow") == greedy("slow", [1], 8)
 
 
+def test_files_that_changed_before_they_were_read_are_told_apart_from_those_that_cannot_be_read(
+    client: Client, steps: RankInProcess
+) -> None:
+    steps.changed_paths = {"new"}
+    client.submit("1", [1], adapter=Adapter("new", "v1", "new", 1, signature="old files"))
+    assert (client.finish("1")[-1].error, client.finish("1")[-1].message) == ("AdapterChanged", "torn")
+    steps.changed_paths = set()
+    client.submit("2", [1], adapter=Adapter("new", "v2", "new", 1, signature="new files"))
+    assert client.tokens("2") == greedy("new", [1], 8)
+
+
+def test_whoever_is_accepted_hears_of_its_adapters_version(client: Client) -> None:
+    client.submit("1", [1], adapter=Adapter("a", "v1", "a", 1))
+    client.submit("2", [1])
+    assert [client.finish(name)[0].version for name in ("1", "2")] == ["v1", ""]
+
+
 def test_an_adapter_that_no_rank_can_read_fails_its_own_requests_and_is_tried_again_once_it_is_forgotten(
     client: Client, steps: RankInProcess, engine: Engine
 ) -> None:

@@ -34,7 +34,7 @@ def output_of(sequence: Sequence) -> list[int]:
 
 def keep_waiting(server: Server, rng: random.Random, adapter: str, count: int, shape: Shape) -> None:
     """The adapter has this many waiting requests, whatever was admitted."""
-    while server.scheduler.num_waiting_of(adapter) < count:
+    while server.scheduler.waiting.num_waiting_of(adapter) < count:
         server.add(new_prompt(rng, shape.num_prompt), shape.num_output, adapter)
 
 
@@ -48,7 +48,7 @@ def p99_steps_to_first_token(flood: Shape | None, num_steps: int = 1500) -> int:
         for adapter in NINE:
             if rng.random() < 1 / 50:
                 waiting[server.add(new_prompt(rng, rng.randint(4, 24)), rng.randint(4, 16), adapter)] = step
-        if flood and server.scheduler.num_waiting_of(FLOOD) < MAX_FLOOD_WAITING:
+        if flood and server.scheduler.waiting.num_waiting_of(FLOOD) < MAX_FLOOD_WAITING:
             for _ in range(2):
                 server.add(new_prompt(flood_rng, flood.num_prompt), flood.num_output, FLOOD)
         server.turn()
@@ -189,6 +189,22 @@ def test_a_pinned_adapter_does_not_leave_the_pool() -> None:
     assert loads.count("pinned") == 1 and loads.count("a") > 1 and loads.count("b") > 1
 
 
+def test_an_adapter_that_is_in_the_pool_alone_stays_there_until_those_it_has_begun_are_through() -> None:
+    """Its files may be others by then, and they would end in another version or not at all."""
+    server = Server(num_blocks=10, num_pages=1, max_batch_tokens=8, has_cache=False)
+    begun = [server.add([number] * 4, 20, "a") for number in range(3)]
+    assert begun[0].adapter
+    server.turn()
+    begun[0].adapter.is_ready = False  # what host memory had of it has made room for others
+    while not server.scheduler.num_preemptions:
+        server.turn()
+    late = server.add([9], 3, "b")
+    server.run()
+    assert [load.path for step in server.rank.steps for load in step.loads] == ["a", "b"]
+    assert [output_of(sequence) for sequence in begun] == [greedy("a", [number] * 4, 20) for number in range(3)]
+    assert output_of(late) == greedy("b", [9], 3)
+
+
 def test_a_step_in_which_an_adapter_gives_way_loads_another_and_the_next_admits_it() -> None:
     server = Server(num_blocks=5)
     server.add([1] * 4, 16, adapter="a")
@@ -287,7 +303,7 @@ def test_a_request_whose_adapter_is_not_ready_takes_no_slot_and_holds_up_nobody(
     other = server.add([2], 5, adapter="other")
     while not other.is_finished:
         assert server.turn()
-    assert slow.slot is None and server.scheduler.next_adapters(8) == [slow.adapter]
+    assert slow.slot is None and server.scheduler.waiting.next_adapters(8) == [slow.adapter]
     assert not server.turn(), "nothing can run"
     slow.adapter.is_ready = True
     server.run()
