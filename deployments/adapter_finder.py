@@ -21,7 +21,7 @@ T = TypeVar("T")
 
 NUM_FINDERS = 256  # downloads at once; most of the time few
 NUM_READERS = 64  # for folders on this node, whose files are read when they are new
-NUM_MERGES = 8  # that wait for their turn, or look whether they are on disk
+NUM_MERGES = 64  # that wait for their turn, or look whether they are on disk
 NUM_REMOVERS = 8  # a removal waits for the download of the same adapter
 NUM_LOOKERS = 8  # for questions that are answered at once
 REST_S = 0.5  # between two looks at folders that are to be listed, so that the driver's own work goes on
@@ -133,10 +133,15 @@ class AdapterFinder:
             search.exception()  # told to those who wait, if there are any left
 
     async def _found(self, ref: AdapterRef) -> Adapter:
-        executor = self._readers if self._store.is_local(ref) else self._finders
+        is_here = self._store.is_local(ref) or await self.look(lambda: self._is_on_disk(ref))
+        executor = self._readers if is_here else self._finders  # what is here does not wait for downloads
         adapter = await asyncio.get_running_loop().run_in_executor(executor, lambda: self._store.find(ref))
         adapter.account = account_of(self._store.named(ref), adapter.path)
         return _of_its_place(adapter)
+
+    def _is_on_disk(self, ref: AdapterRef) -> bool:
+        """And no source need be asked who may read it."""
+        return self._store.disk_bytes(ref) > 0 and not self._store.is_private(ref)
 
     async def _merged(self, ref: AdapterRef, recipe: MergeRecipe) -> Adapter:
         refs = [AdapterRef(adapter_id=part, source=ref.source, api_token=ref.api_token) for part in recipe.adapter_ids]

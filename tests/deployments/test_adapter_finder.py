@@ -210,7 +210,7 @@ def test_merges_that_nobody_waits_for_any_more_are_not_made(world: World, monkey
         while len(made) < len(running):
             await asyncio.sleep(0.01)
         left = [asyncio.create_task(world.finder.find(merge(100 + number))) for number in range(20)]
-        joined = [asyncio.create_task(world.finder.find(merge(100))), asyncio.create_task(world.finder.find(merge(50)))]
+        joined = [asyncio.create_task(world.finder.find(merge(100))), asyncio.create_task(world.finder.find(merge(5000)))]
         while world.finder._num_waiting["merge"] < len(running) + len(left) + len(joined):
             await asyncio.sleep(0.01)
         for task in left:
