@@ -194,6 +194,29 @@ def test_new_folders_that_there_was_no_time_for_are_looked_at_without_being_aske
     run(work())
 
 
+def test_what_is_on_disk_does_not_wait_for_downloads_however_many(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
+    door, find = threading.Event(), world.store.find
+
+    def slow_find(ref: AdapterRef) -> Adapter:
+        if ref != world.ref:
+            door.wait(HELD_S)
+        return find(ref)
+
+    async def work() -> None:
+        monkeypatch.setattr(adapter_finder, "NUM_FINDERS", 4)
+        finder = AdapterFinder(world.store, max_waiting=10, needed=lambda adapter: nullcontext())
+        await finder.find(world.ref)
+        monkeypatch.setattr(world.store, "find", slow_find)
+        slow = [asyncio.create_task(finder.find(AdapterRef(adapter_id=f"{world.web.url}/slow{i}"))) for i in range(5)]
+        await asyncio.sleep(0.1)
+        assert (await finder.find(world.ref)).rank == 4
+        assert not any(task.done() for task in slow)
+        door.set()
+        await asyncio.gather(*slow, return_exceptions=True)
+
+    run(work())
+
+
 def test_merges_that_nobody_waits_for_any_more_are_not_made(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
     door, made = threading.Event(), []
 
