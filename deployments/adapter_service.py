@@ -203,9 +203,12 @@ class AdapterService:
         self._forget_failed(record.ref)
         await self._unload_replaced(record.ref.adapter_id)
         if record.is_pinned and not is_loaded:  # a pin is not lost because its files were away for a moment
-            await asyncio.sleep(RETRY_S)
-            if self._wishes.still_count(record) and self._use(record.ref).error:
-                await self._load_and_log(record)
+            asyncio.get_running_loop().call_later(RETRY_S, self._load_again, record)
+
+    def _load_again(self, record: AdapterRecord) -> None:
+        use = self._uses.get(self._key(record.ref))
+        if use and use.error and not use.is_loading and self._wishes.still_count(record):
+            self._in_background(self._load_and_log(record))
 
     async def _unload_replaced(self, adapter_id: str) -> None:
         """Once what the id means now is there: an undo brings back what it meant before. Loads that were overtaken are waited for."""
