@@ -119,7 +119,7 @@ class Scheduler:
 
     def _outgrows(self, plan: Plan, sequence: Sequence) -> bool:
         """Whether its prompt had better wait for the next step: with it, this one would take several times as long."""
-        if self._captured is None:
+        if self._captured is None or sequence.request.pooling or sequence.wants_prompt_logprobs:  # these are never replayed
             return False
         start = sequence.num_computed if sequence.slot is not None else self._num_cached(sequence)
         return plan.outgrows(self._captured, start, min(sequence.num_tokens, start + self._max_batch_tokens - plan.num_tokens))

@@ -376,6 +376,13 @@ def test_a_cached_prefix_is_no_part_of_what_a_step_computes() -> None:
     assert planned(server) == [2, 2, 2]
 
 
+def test_embeddings_wait_for_nobody_since_they_are_never_replayed() -> None:
+    server = Server(captured=CapturedSteps(max_tokens=12, max_scores=1000))
+    for start in range(4):
+        server.embed(list(range(start * 10, start * 10 + 5)))
+    assert planned(server) == [5, 5, 5, 5]
+
+
 def test_with_and_without_captured_steps_the_tokens_are_the_same() -> None:
     outputs = []
     for captured in (None, CapturedSteps(max_tokens=9, max_scores=60)):
