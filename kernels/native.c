@@ -1,5 +1,5 @@
-// What a decode step does between its products, for a CPU, in float32. Each function's twin in plain torch is in the module of its name's
-// first comment; native.py calls them. A call of torch costs more than most of these take.
+// What a decode step does between its products, for a CPU, in float32. Each function's twin in plain torch is in the module that its comment
+// names; native.py calls them. A call of torch costs more than most of these take.
 //
 // Threads are those of torch's own OpenMP runtime, which is in the process already.
 
