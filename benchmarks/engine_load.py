@@ -3,7 +3,7 @@
 import itertools
 import statistics
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Collection, Iterable
 from typing import Any, NamedTuple
 
 import msgspec
@@ -15,6 +15,7 @@ from loray.models.step import Sampling
 
 
 class Timed(NamedTuple):
+    name: str  # of the adapter
     started: float
     times: list[float]  # of each token
 
@@ -24,8 +25,12 @@ class Load:
         self._bench = bench
         self._num_sent = 0
 
-    def run(self, names: Iterable[str], num_clients: int, num_new: int | Callable[[int], int]) -> dict[str, Any]:
-        """A request for each adapter's name; an empty one is the base model. num_new: tokens of an answer, or of the one of a number."""
+    def run(
+        self, names: Iterable[str], num_clients: int, num_new: int | Callable[[int], int], only: Collection[str] = ()
+    ) -> dict[str, Any]:
+        """A request for each adapter's name; an empty one is the base model. num_new: tokens of an answer, or of the one of a number.
+
+        only: adapters whose requests are told of; all where there are none."""
         lengths = num_new if callable(num_new) else lambda number: num_new
         wanted = ((name, lengths(number)) for number, name in enumerate(names))
         started = time.perf_counter()
@@ -40,7 +45,8 @@ class Load:
                 if event.is_last:
                     num_open -= 1
                     num_open += sum(self._send(*request, timed) for request in itertools.islice(wanted, 1))
-        return _summary(list(timed.values()), time.perf_counter() - started)
+        told = [each for each in timed.values() if not only or each.name in only]
+        return _summary(told, time.perf_counter() - started)
 
     def _send(self, name: str, num_new: int, timed: dict[str, Timed]) -> int:
         self._num_sent += 1
@@ -48,7 +54,7 @@ class Load:
         request = GenerationRequest(
             request_id=str(self._num_sent), prompt_ids=prompt, max_new_tokens=num_new, sampling=Sampling(), ignore_eos=True
         )
-        timed[request.request_id] = Timed(time.perf_counter(), [])
+        timed[request.request_id] = Timed(name, time.perf_counter(), [])
         adapter = self._bench.files.find(name) if name else None
         self._bench.engine.submit(request, adapter, self._bench.address, lambda ending: None)
         return 1

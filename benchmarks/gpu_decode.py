@@ -95,13 +95,13 @@ def page_bytes() -> int:
 def measure(folder: Path, has_adapters: bool) -> list[dict[str, object]]:
     model, adapters = folder / "model", folder / "adapters"
     bench = Bench(model, adapters, POOL_PAGES if has_adapters else 0, page_bytes())
-    print(json.dumps({"ready_s": round(bench.ready_s, 1), "weights_s": round(bench.report.load_seconds, 1)}), flush=True)
     results: list[dict[str, object]] = []
 
     def note(**fields: object) -> None:
         results.append({"lora": has_adapters, **fields})
         print(json.dumps(results[-1]), flush=True)
 
+    note(ready_s=round(bench.ready_s, 1), weights_s=round(bench.report.load_seconds, 1))
     for case in cases(has_adapters):
         note(rows=case.rows, adapters=case.adapters, ranks=case.ranks, step_ms=round(bench.step_ms(case), 3))
     for rows in PREFILL_ROWS:

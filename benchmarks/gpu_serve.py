@@ -79,13 +79,16 @@ async def clients(url: str, num_requests: int, run: str) -> float:
 
 
 def through_http(model: Path) -> dict[str, Any]:
+    started = time.perf_counter()
     with cluster() as url, serving(Served(model, "cuda", "auto"), ingress={"min_replicas": NUM_INGRESSES, "max_replicas": NUM_INGRESSES}):
+        ready_s = time.perf_counter() - started
         asyncio.run(clients(url, NUM_STREAMS, "Warm up"))
         utilisation = Utilisation()
         with utilisation.watched():
             rates = [asyncio.run(clients(url, NUM_REQUESTS, f"Run {run}")) for run in range(NUM_RUNS)]
     idle = round(1 - statistics.mean(utilisation.samples), 3)
     return {
+        "start_to_ready_s": round(ready_s, 1),
         "http_tokens_per_s": round(max(rates)),
         "http_tokens_per_s_of_all_runs": [round(rate) for rate in rates],
         "gpu_idle_share": idle,
