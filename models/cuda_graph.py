@@ -3,9 +3,11 @@
 They read and write fixed buffers alone, so they stay valid whatever sequences run and whatever adapters are in the pages.
 """
 
+import gc
 import logging
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any, NamedTuple
 
 import torch
@@ -34,6 +36,19 @@ class DecodeOutput(NamedTuple):
 Decode = Callable[[Batch], DecodeOutput]
 
 
+@contextmanager
+def no_garbage_collected() -> Iterator[None]:
+    """A graph that is found to be garbage and freed while another is captured spoils that one."""
+    gc.collect()
+    was_enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was_enabled:
+            gc.enable()
+
+
 class DecodeGraphs:
     def __init__(self, inputs: DecodeInputs, decode: Decode) -> None:
         self._inputs = inputs
@@ -42,6 +57,7 @@ class DecodeGraphs:
         self._graphs: dict[tuple[int, bool], torch.cuda.CUDAGraph] = {}  # by rows, and whether there is LoRA
         self._output: DecodeOutput | None = None  # of them all, [max_rows] each: logits of their own would take a gigabyte
 
+    @no_garbage_collected()
     def capture(self, has_lora: bool, on_any_rank: Callable[[bool], bool]) -> None:
         """has_lora: whether there are rank pages at all; on_any_rank: whether that is so on some rank, since all must have the same."""
         started = noted = time.monotonic()
