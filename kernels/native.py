@@ -1,4 +1,4 @@
-"""The functions of native.c for tensors, compiled for this machine's CPU once. Without a compiler there are none: the twins do the work."""
+"""The functions of native*.c for tensors, compiled for this CPU once. Without a compiler there are none: the twins do the work."""
 
 import ctypes
 import hashlib
@@ -20,7 +20,8 @@ from loray.kernels.paged_kv import PagedKV
 
 logger = logging.getLogger("loray.native")
 
-SOURCE = Path(__file__).with_name("native.c")
+IS_ARM = platform.machine() == "aarch64"
+SOURCES = [Path(__file__).with_name(name) for name in ("native.c", *(["native_linear.c"] if IS_ARM else []))]
 OPENMP_RUNTIMES = "libgomp", "libiomp5", "libomp"
 COMPILE_S = 120.0
 PAGE_RANK = 8  # as in native.c
@@ -100,20 +101,46 @@ def add_lora(
     )
 
 
+def has_linear() -> bool:
+    return _library is not None and IS_ARM
+
+
+def linear(x: Tensor, groups: Tensor, outputs: int) -> Tensor:
+    """x W^T. groups: as native_linear.py lays them out."""
+    assert _library is not None and x.stride(1) == 1
+    num_tokens, inputs = x.shape
+    y, room = torch.empty(num_tokens, outputs), torch.empty((num_tokens + 3) * inputs)
+    _library.linear(x.data_ptr(), x.stride(0), groups.data_ptr(), inputs, outputs, y.data_ptr(), outputs, num_tokens, room.data_ptr())
+    return y
+
+
+def linear_of_one(x: Tensor, groups: Tensor, half: Tensor | None, outputs: int) -> Tensor:
+    assert _library is not None and x.stride(1) == 1
+    y, room = torch.empty(1, outputs), torch.empty(x.shape[1])
+    bits = None if half is None else half.data_ptr()
+    _library.linear_of_one(x.data_ptr(), groups.data_ptr(), bits, x.shape[1], outputs, y.data_ptr(), room.data_ptr())
+    return y
+
+
 def _compiled(folder: Path) -> Path:
     """For this source, compiler and CPU: another of them leaves what is there alone."""
     compiler = os.environ.get("CC", "cc")
-    native = "-mcpu=native" if platform.machine() == "aarch64" else "-march=native"
+    native = "-mcpu=native" if IS_ARM else "-march=native"
     version, features = _run(compiler, "--version"), _run(compiler, native, "-dM", "-E", "-x", "c", os.devnull)
-    made = folder / f"{hashlib.sha256((SOURCE.read_text() + version + features).encode()).hexdigest()[:16]}.so"
+    made = folder / f"{hashlib.sha256((_source() + version + features).encode()).hexdigest()[:16]}.so"
     if not made.exists():
         folder.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryDirectory(dir=folder) as staging:
-            compiled, linked = f"{staging}/native.o", f"{staging}/native.so"
-            _run(compiler, native, "-O3", "-fopenmp", "-fPIC", "-std=gnu11", "-c", str(SOURCE), "-o", compiled)
-            _run(compiler, "-shared", compiled, "-o", linked, "-lm")  # without an OpenMP runtime of its own: two would fight for the cores
+            objects, linked = [f"{staging}/{source.stem}.o" for source in SOURCES], f"{staging}/native.so"
+            for source, compiled in zip(SOURCES, objects, strict=True):
+                _run(compiler, native, "-O3", "-fopenmp", "-fPIC", "-std=gnu11", "-c", str(source), "-o", compiled)
+            _run(compiler, "-shared", *objects, "-o", linked, "-lm")  # without an OpenMP runtime of its own: two would fight for the cores
             Path(linked).replace(made)
     return made
+
+
+def _source() -> str:
+    return "".join(source.read_text() for source in SOURCES)
 
 
 def _run(*command: str) -> str:
@@ -123,7 +150,7 @@ def _run(*command: str) -> str:
 def _load(path: Path) -> ctypes.CDLL:
     ctypes.CDLL(_openmp_runtime(), mode=ctypes.RTLD_GLOBAL)  # it is loaded already; now its names can be found
     library = ctypes.CDLL(str(path))
-    for kind, name, parameters in re.findall(r"^(void|int) (\w+)\((.*?)\) {", SOURCE.read_text(), re.DOTALL | re.MULTILINE):
+    for kind, name, parameters in re.findall(r"^(void|int) (\w+)\((.*?)\) {", _source(), re.DOTALL | re.MULTILINE):
         function = getattr(library, name)
         function.restype = None if kind == "void" else ctypes.c_int
         function.argtypes = [_type(parameter) for parameter in parameters.split(",")]

@@ -15,6 +15,7 @@ from loray.kernels.float8_linear import Float8Matrix, pack_float8
 from loray.kernels.half_linear import HalfMatrix, pack_half
 from loray.kernels.linear import linear
 from loray.kernels.lora import LoraPages, LoraSegments, add_lora, lora_beside
+from loray.kernels.native_linear import NativeMatrix, pack_native
 from loray.models.batch import Batch
 from loray.models.dora import row_squares, squares_of
 from loray.models.parallel import Parallel
@@ -130,12 +131,12 @@ class Linear(nn.Module):
         return [f"{parent}.{projection.name}" for projection in self.projections]
 
 
-PackedMatrix = HalfMatrix | AclMatrix | Float8Matrix
+PackedMatrix = HalfMatrix | NativeMatrix | AclMatrix | Float8Matrix
 
 
 def pack_matrix(weight: Tensor, has_float8_weights: bool) -> PackedMatrix | None:
     """None where it stays as it is."""
-    return pack_float8(weight) if has_float8_weights else pack_half(weight) or pack_acl(weight)
+    return pack_float8(weight) if has_float8_weights else pack_half(weight) or pack_native(weight) or pack_acl(weight)
 
 
 Parts = Shard | tuple[Shard, ...]

@@ -1,0 +1,125 @@
+// x W^T for an ARM CPU, in float32, with matrices laid out for it: groups of 4 outputs, [groups][inputs][4], filled up with zeros to a whole
+// number of GROUPS_AT_ONCE. Twin: linear.py. native_linear.py lays out and calls; threads are as in native.c.
+//
+// Several tokens: the sums of a tile stay in registers, its tokens' inputs lie side by side. One token: the matrix's bytes are what counts,
+// so it is read in float16 where that is exact.
+
+#include <arm_neon.h>
+#include <stdint.h>
+
+enum { LANES = 4, GROUPS_AT_ONCE = 4, TOKENS_AT_ONCE = 64, MIN_PARALLEL_WEIGHTS = 1 << 14, AHEAD = 256 };
+
+#define UNROLLED _Pragma("GCC unroll 32")
+
+// x [inputs][TOKENS], w [GROUPS][inputs][LANES]; the answer [GROUPS][TOKENS][LANES] is in `sums`.
+#define TILE(NAME, TOKENS, GROUPS)                                                                                            \
+    static void NAME(const float *x, const float *w, int64_t inputs, float *sums) {                                          \
+        float32x4_t sum[GROUPS][TOKENS];                                                                                      \
+        UNROLLED for (int g = 0; g < GROUPS; g++) UNROLLED for (int t = 0; t < TOKENS; t++) sum[g][t] = vdupq_n_f32(0);       \
+        for (int64_t k = 0; k < inputs; k++, x += TOKENS, w += LANES) {                                                       \
+            float32x4_t weights[GROUPS];                                                                                      \
+            UNROLLED for (int g = 0; g < GROUPS; g++) weights[g] = vld1q_f32(w + g * inputs * LANES);                         \
+            UNROLLED for (int g = 0; g < GROUPS; g++) __builtin_prefetch(w + g * inputs * LANES + AHEAD);                     \
+            UNROLLED for (int t = 0; t < TOKENS; t += 4) {                                                                    \
+                float32x4_t four = vld1q_f32(x + t);                                                                          \
+                UNROLLED for (int g = 0; g < GROUPS; g++) {                                                                   \
+                    sum[g][t] = vfmaq_laneq_f32(sum[g][t], weights[g], four, 0);                                              \
+                    sum[g][t + 1] = vfmaq_laneq_f32(sum[g][t + 1], weights[g], four, 1);                                      \
+                    sum[g][t + 2] = vfmaq_laneq_f32(sum[g][t + 2], weights[g], four, 2);                                      \
+                    sum[g][t + 3] = vfmaq_laneq_f32(sum[g][t + 3], weights[g], four, 3);                                      \
+                }                                                                                                             \
+            }                                                                                                                 \
+        }                                                                                                                     \
+        UNROLLED for (int g = 0; g < GROUPS; g++)                                                                             \
+            UNROLLED for (int t = 0; t < TOKENS; t++) vst1q_f32(sums + (g * TOKENS + t) * LANES, sum[g][t]);                  \
+    }
+
+TILE(tile_8, 8, 2)
+TILE(tile_4, 4, 4)
+
+static int64_t tile_of(int64_t tokens) { return tokens > 4 ? 8 : 4; }
+
+static inline void store(float *y, float32x4_t sum, int64_t outputs) {
+    if (outputs >= LANES)
+        vst1q_f32(y, sum);
+    else
+        for (int64_t i = 0; i < outputs; i++) y[i] = sum[i];
+}
+
+// Tile after tile, [inputs][tokens of the tile]; a tile that is not full has zeros.
+static void lay_out(const float *x, int64_t stride, int64_t tokens, int64_t inputs, float *to) {
+    for (int64_t first = 0, size; first < tokens; first += size, to += size * inputs) {
+        size = tile_of(tokens - first);
+        for (int64_t k = 0; k < inputs; k++)
+            for (int64_t t = 0; t < size; t++) to[k * size + t] = first + t < tokens ? x[(first + t) * stride + k] : 0.0f;
+    }
+}
+
+// GROUPS_AT_ONCE groups of outputs, or what is left of them, for all tiles.
+static void group_products(const float *x, const float *w, int64_t inputs, float *y, int64_t stride, int64_t tokens, int64_t outputs) {
+    float sums[16 * LANES];
+    for (int64_t first = 0, size; first < tokens; first += size, x += size * inputs) {
+        size = tile_of(tokens - first);
+        int64_t groups = 16 / size, count = tokens - first < size ? tokens - first : size;
+        for (int64_t group = 0; group < GROUPS_AT_ONCE && group * LANES < outputs; group += groups) {
+            const float *weights = w + group * inputs * LANES;
+            (size == 8 ? tile_8 : tile_4)(x, weights, inputs, sums);
+            for (int64_t g = 0; g < groups; g++)
+                for (int64_t t = 0; t < count; t++) {
+                    int64_t column = (group + g) * LANES;
+                    store(y + (first + t) * stride + column, vld1q_f32(sums + (g * size + t) * LANES), outputs - column);
+                }
+        }
+    }
+}
+
+// room: [inputs * (tokens + 3)] floats
+void linear(const float *x, int64_t x_stride, const float *w, int64_t inputs, int64_t outputs, float *y, int64_t y_stride, int64_t tokens,
+            float *room) {
+    lay_out(x, x_stride, tokens, inputs, room);
+    for (int64_t first = 0; first < tokens; first += TOKENS_AT_ONCE) {  // whose inputs stay in the cache
+        int64_t count = tokens - first < TOKENS_AT_ONCE ? tokens - first : TOKENS_AT_ONCE;
+#pragma omp parallel for if (inputs * outputs > MIN_PARALLEL_WEIGHTS)
+        for (int64_t column = 0; column < outputs; column += GROUPS_AT_ONCE * LANES)
+            group_products(room + first * inputs, w + column * inputs, inputs, y + first * y_stride + column, y_stride, count, outputs - column);
+    }
+}
+
+// float16's bits, shifted to where float32 has them: the number times 2^-112.
+static inline float32x4_t shrunk(int16x4_t bits) {
+    return vreinterpretq_f32_s32(vandq_s32(vshll_n_s16(bits, 13), vdupq_n_s32((int32_t)0x8fffffff)));
+}
+
+static const float HALF_WAY = 0x1p56f;  // the factor of 2^112 in two parts, so that nothing gets too large or too small
+
+// One token; half: the matrix in float16, or null. room: [inputs] floats.
+void linear_of_one(const float *x, const float *w, const int16_t *half, int64_t inputs, int64_t outputs, float *y, float *room) {
+    int64_t even = inputs / 4 * 4;
+    float scale = half ? HALF_WAY : 1.0f;
+    for (int64_t k = 0; k < inputs; k++) room[k] = x[k] * scale;
+#pragma omp parallel for if (inputs * outputs > MIN_PARALLEL_WEIGHTS)
+    for (int64_t column = 0; column < outputs; column += LANES) {
+        float32x4_t s0 = {0}, s1 = {0}, s2 = {0}, s3 = {0};
+        const int16_t *bits = half + column * inputs;
+        const float *weights = w + column * inputs;
+        for (int64_t k = 0; half && k < even; k += 4) {
+            float32x4_t four = vld1q_f32(room + k);
+            int16x8_t two = vld1q_s16(bits + k * LANES), more = vld1q_s16(bits + k * LANES + 2 * LANES);
+            s0 = vfmaq_laneq_f32(s0, shrunk(vget_low_s16(two)), four, 0);
+            s1 = vfmaq_laneq_f32(s1, shrunk(vget_high_s16(two)), four, 1);
+            s2 = vfmaq_laneq_f32(s2, shrunk(vget_low_s16(more)), four, 2);
+            s3 = vfmaq_laneq_f32(s3, shrunk(vget_high_s16(more)), four, 3);
+        }
+        for (int64_t k = 0; !half && k < even; k += 4) {
+            float32x4_t four = vld1q_f32(room + k);
+            const float *at = weights + k * LANES;
+            s0 = vfmaq_laneq_f32(s0, vld1q_f32(at), four, 0);
+            s1 = vfmaq_laneq_f32(s1, vld1q_f32(at + LANES), four, 1);
+            s2 = vfmaq_laneq_f32(s2, vld1q_f32(at + 2 * LANES), four, 2);
+            s3 = vfmaq_laneq_f32(s3, vld1q_f32(at + 3 * LANES), four, 3);
+        }
+        for (int64_t k = even; k < inputs; k++)
+            s0 = vfmaq_n_f32(s0, half ? shrunk(vld1_s16(bits + k * LANES)) : vld1q_f32(weights + k * LANES), room[k]);
+        store(y + column, vmulq_n_f32((s0 + s1) + (s2 + s3), scale), outputs - column);
+    }
+}
