@@ -1,7 +1,10 @@
-"""The most probable token of each row and its log-probability. Plain torch; on a GPU greedy_triton.py does it."""
+"""The most probable token of each row and its log-probability. Plain torch; on a GPU greedy_triton.py does it,
+on a CPU native.c where it can."""
 
 import torch
 from torch import Tensor
+
+from loray.kernels import native
 
 LOWEST_LOGPROB = -9999.0  # stands for a log-probability that is no finite number
 
@@ -16,10 +19,20 @@ def greedy(logits: Tensor) -> tuple[Tensor, Tensor]:
 
         return on_gpu(logits)
     logits = logits.float()
-    tokens = logits.argmax(-1)
+    tokens, totals = most_and_total(logits)
     chosen = logits.gather(1, tokens[:, None]).squeeze(1)
     if chosen.isnan().any():  # argmax takes NaN for the largest
         tokens = logits.nan_to_num(nan=-torch.inf, posinf=torch.inf, neginf=-torch.inf).argmax(-1)
         chosen = logits.gather(1, tokens[:, None]).squeeze(1)
-    logprobs = chosen - logits.logsumexp(-1)
-    return tokens, torch.nan_to_num(logprobs, nan=LOWEST_LOGPROB, neginf=LOWEST_LOGPROB, posinf=LOWEST_LOGPROB)
+    return tokens, finite(chosen - totals)
+
+
+def most_and_total(logits: Tensor) -> tuple[Tensor, Tensor]:
+    """argmax(logits), int64, anything where there is NaN, and logsumexp(logits), [num_rows] each. logits [num_rows, vocab_size] float32."""
+    if native.serves(logits.device, logits.dtype):
+        return native.most_and_total(logits)
+    return logits.argmax(-1), logits.logsumexp(-1)
+
+
+def finite(logprobs: Tensor) -> Tensor:
+    return torch.nan_to_num(logprobs, nan=LOWEST_LOGPROB, neginf=LOWEST_LOGPROB, posinf=LOWEST_LOGPROB)

@@ -3,6 +3,8 @@
 import torch.nn.functional as F
 from torch import Tensor
 
+from loray.kernels import native
+
 
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     """x W^T + bias: [num_tokens, in], [out, in], [out] -> [num_tokens, out]"""
@@ -12,3 +14,11 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
         if linear_triton.is_faster(x, weight):
             return linear_triton.linear(x, weight, bias)
     return F.linear(x, weight, bias)
+
+
+def add_bias(y: Tensor, bias: Tensor) -> Tensor:
+    """y += bias in place. [num_tokens, out], [out]"""
+    if native.serves(y.device, y.dtype):
+        native.add_bias(y, bias)
+        return y
+    return y.add_(bias)

@@ -1,11 +1,10 @@
-// What a decode step does between its products, for a CPU, in float32. Each function's twin in plain torch is in the module that its comment
-// names; native.py calls them. A call of torch costs more than most of these take.
+// What a decode step does beside products and attention, for a CPU, in float32. Each function's twin in plain torch is in the module that its
+// comment names; native.py calls them. A call of torch costs more than most of these take.
 //
-// Threads are those of torch's own OpenMP runtime, which is in the process already.
+// The native*.c files are compiled as one, this first. Threads are those of torch's own OpenMP runtime, which is in the process already.
 
 #include <math.h>
 #include <stdint.h>
-#include <stdlib.h>
 #include <string.h>
 
 enum { PAGE_RANK = 8, COLUMNS_AT_ONCE = 512, PARALLEL_WORK = 1 << 15 };
@@ -27,11 +26,64 @@ static inline float exp_of(float x) {
     return x != x ? x : value * power.number;  // NaN stays NaN
 }
 
+// Four sums side by side: one would wait for itself.
 static inline float dot(const float *left, const float *right, int64_t size) {
-    float sum = 0.0f;
+    int64_t quarter = size / 4;
+    float s0 = 0.0f, s1 = 0.0f, s2 = 0.0f, s3 = 0.0f;
+#pragma omp simd reduction(+ : s0, s1, s2, s3)
+    for (int64_t i = 0; i < quarter; i++) {
+        s0 += left[i] * right[i];
+        s1 += left[quarter + i] * right[quarter + i];
+        s2 += left[2 * quarter + i] * right[2 * quarter + i];
+        s3 += left[3 * quarter + i] * right[3 * quarter + i];
+    }
+    for (int64_t i = 4 * quarter; i < size; i++) s0 += left[i] * right[i];
+    return (s0 + s1) + (s2 + s3);
+}
+
+// vocabulary.py: the tokens' rows of the table.
+void embed(const int32_t *ids, const float *table, int64_t size, float *out, int64_t tokens) {
+    for (int64_t token = 0; token < tokens; token++) memcpy(out + token * size, table + ids[token] * size, size * sizeof(float));
+}
+
+// rotary.py: the positions' rows of both tables; beyond the end, the last ones.
+void take_angles(const int64_t *positions, const float *cos, const float *sin, int64_t num_positions, int64_t size, float *cos_out,
+                 float *sin_out, int64_t tokens) {
+    for (int64_t token = 0; token < tokens; token++) {
+        int64_t row = positions[token] < num_positions ? positions[token] : num_positions - 1;
+        memcpy(cos_out + token * size, cos + row * size, size * sizeof(float));
+        memcpy(sin_out + token * size, sin + row * size, size * sizeof(float));
+    }
+}
+
+// linear.py
+void add_bias(float *y, int64_t stride, const float *bias, int64_t rows, int64_t size) {
+    for (int64_t row = 0; row < rows; row++)
+#pragma omp simd
+        for (int64_t i = 0; i < size; i++) y[row * stride + i] += bias[i];
+}
+
+// greedy.py. The first of the largest, and log(sum(exp(x))) of each row.
+void most_and_total(const float *logits, int64_t stride, int64_t rows, int64_t size, int64_t *tokens, float *totals) {
+#pragma omp parallel for if (rows * size > PARALLEL_WORK)
+    for (int64_t row = 0; row < rows; row++) {
+        const float *x = logits + row * stride;
+        float top = -INFINITY;
+        double total = 0.0;
+        int64_t token = 0;
+#pragma omp simd reduction(max : top)
+        for (int64_t i = 0; i < size; i++) top = x[i] > top ? x[i] : top;
+        while (token < size && x[token] != top) token++;
+        for (int64_t first = 0; first < size; first += COLUMNS_AT_ONCE) {  // each to a sum of its own: a long one would lose small numbers
+            int64_t end = first + COLUMNS_AT_ONCE < size ? first + COLUMNS_AT_ONCE : size;
+            float sum = 0.0f;
 #pragma omp simd reduction(+ : sum)
-    for (int64_t i = 0; i < size; i++) sum += left[i] * right[i];
-    return sum;
+            for (int64_t i = first; i < end; i++) sum += exp_of(x[i] - top);
+            total += sum;
+        }
+        tokens[row] = token < size ? token : 0;
+        totals[row] = top + (float)log(total);
+    }
 }
 
 // norm.py. x += scale * added where there is something to add; out = x / sqrt(mean(x²) + eps) * weight. out may be x.
@@ -79,63 +131,6 @@ void rotate_and_store(float *qkv, int64_t stride, const float *cos, const float 
         }
         if (slots[token] >= 0) memcpy(cache + slots[token] * stored, row + heads * head_dim, stored * sizeof(float));
     }
-}
-
-// One sequence's query heads that share a key head. scores: [group, keys] of room.
-static void attend(const float *q, const float *cache, const int32_t *blocks, int64_t first, int64_t end, float *out, float *scores,
-                   int64_t group, int64_t kv_head, int64_t kv_heads, int64_t head_dim, int64_t block_size, float scale, float cap) {
-    int64_t count = end - first, row = 2 * kv_heads * head_dim, values_at = kv_heads * head_dim;
-    for (int64_t i = 0; i < count; i++) {
-        const float *key = cache + (blocks[(first + i) / block_size] * block_size + (first + i) % block_size) * row + kv_head * head_dim;
-        for (int64_t g = 0; g < group; g++) scores[g * count + i] = scale * dot(q + g * head_dim, key, head_dim);
-    }
-    for (int64_t g = 0; g < group; g++) {
-        float *score = scores + g * count, top = -INFINITY, sum = 0.0f;
-        if (cap > 0.0f)
-            for (int64_t i = 0; i < count; i++) score[i] = cap * tanhf(score[i] / cap);
-#pragma omp simd reduction(max : top)
-        for (int64_t i = 0; i < count; i++) top = score[i] > top ? score[i] : top;
-#pragma omp simd reduction(+ : sum)
-        for (int64_t i = 0; i < count; i++) sum += score[i] = exp_of(score[i] - top);
-#pragma omp simd
-        for (int64_t i = 0; i < count; i++) score[i] /= sum;
-    }
-    memset(out, 0, group * head_dim * sizeof(float));
-    for (int64_t i = 0; i < count; i++) {
-        const float *value = cache + (blocks[(first + i) / block_size] * block_size + (first + i) % block_size) * row + values_at + kv_head * head_dim;
-        for (int64_t g = 0; g < group; g++) {
-            float weight = scores[g * count + i], *to = out + g * head_dim;
-#pragma omp simd
-            for (int64_t d = 0; d < head_dim; d++) to[d] += weight * value[d];
-        }
-    }
-}
-
-// paged_attention.py. 1 where there was no memory.
-int paged_attention(const float *q, int64_t q_stride, const float *cache, const int32_t *table, int64_t table_stride, const int32_t *lens,
-                    float *out, int64_t seqs, int64_t heads, int64_t kv_heads, int64_t head_dim, int64_t block_size, float scale, float cap,
-                    int64_t window) {
-    int64_t group = heads / kv_heads, longest = 1, work = 0;
-    int failed = 0;
-    for (int64_t seq = 0; seq < seqs; seq++) {
-        longest = lens[seq] > longest ? lens[seq] : longest;
-        work += lens[seq] * heads * head_dim;
-    }
-#pragma omp parallel if (work > PARALLEL_WORK)
-    {
-        float *scores = malloc(group * longest * sizeof(float));
-        if (!scores) failed = 1;
-#pragma omp for collapse(2) schedule(dynamic)
-        for (int64_t seq = 0; seq < seqs; seq++)
-            for (int64_t head = 0; head < kv_heads; head++) {
-                int64_t first = window && lens[seq] > window ? lens[seq] - window : 0;
-                if (scores)
-                    attend(q + seq * q_stride + head * group * head_dim, cache, table + seq * table_stride, first, lens[seq],
-                           out + (seq * heads + head * group) * head_dim, scores, group, head, kv_heads, head_dim, block_size, scale, cap);
-            }
-        free(scores);
-    }
-    return failed;
 }
 
 // to[r] = x . rows[r] for the ranks of one page. Sums side by side: one would wait for itself in every step.

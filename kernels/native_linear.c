@@ -7,19 +7,19 @@
 #include <arm_neon.h>
 #include <stdint.h>
 
-enum { LANES = 4, GROUPS_AT_ONCE = 4, TOKENS_AT_ONCE = 64, MIN_PARALLEL_WEIGHTS = 1 << 14, AHEAD = 256 };
+enum { GROUP = 4, GROUPS_AT_ONCE = 4, TOKENS_AT_ONCE = 64, MIN_PARALLEL_WEIGHTS = 1 << 14, AHEAD = 256 };
 
 #define UNROLLED _Pragma("GCC unroll 32")
 
-// x [inputs][TOKENS], w [GROUPS][inputs][LANES]; the answer [GROUPS][TOKENS][LANES] is in `sums`.
+// x [inputs][TOKENS], w [GROUPS][inputs][GROUP]; the answer [GROUPS][TOKENS][GROUP] is in `sums`.
 #define TILE(NAME, TOKENS, GROUPS)                                                                                            \
     static void NAME(const float *x, const float *w, int64_t inputs, float *sums) {                                          \
         float32x4_t sum[GROUPS][TOKENS];                                                                                      \
         UNROLLED for (int g = 0; g < GROUPS; g++) UNROLLED for (int t = 0; t < TOKENS; t++) sum[g][t] = vdupq_n_f32(0);       \
-        for (int64_t k = 0; k < inputs; k++, x += TOKENS, w += LANES) {                                                       \
+        for (int64_t k = 0; k < inputs; k++, x += TOKENS, w += GROUP) {                                                       \
             float32x4_t weights[GROUPS];                                                                                      \
-            UNROLLED for (int g = 0; g < GROUPS; g++) weights[g] = vld1q_f32(w + g * inputs * LANES);                         \
-            UNROLLED for (int g = 0; g < GROUPS; g++) __builtin_prefetch(w + g * inputs * LANES + AHEAD);                     \
+            UNROLLED for (int g = 0; g < GROUPS; g++) weights[g] = vld1q_f32(w + g * inputs * GROUP);                         \
+            UNROLLED for (int g = 0; g < GROUPS; g++) __builtin_prefetch(w + g * inputs * GROUP + AHEAD);                     \
             UNROLLED for (int t = 0; t < TOKENS; t += 4) {                                                                    \
                 float32x4_t four = vld1q_f32(x + t);                                                                          \
                 UNROLLED for (int g = 0; g < GROUPS; g++) {                                                                   \
@@ -31,7 +31,7 @@ enum { LANES = 4, GROUPS_AT_ONCE = 4, TOKENS_AT_ONCE = 64, MIN_PARALLEL_WEIGHTS 
             }                                                                                                                 \
         }                                                                                                                     \
         UNROLLED for (int g = 0; g < GROUPS; g++)                                                                             \
-            UNROLLED for (int t = 0; t < TOKENS; t++) vst1q_f32(sums + (g * TOKENS + t) * LANES, sum[g][t]);                  \
+            UNROLLED for (int t = 0; t < TOKENS; t++) vst1q_f32(sums + (g * TOKENS + t) * GROUP, sum[g][t]);                  \
     }
 
 TILE(tile_8, 8, 2)
@@ -40,7 +40,7 @@ TILE(tile_4, 4, 4)
 static int64_t tile_of(int64_t tokens) { return tokens > 4 ? 8 : 4; }
 
 static inline void store(float *y, float32x4_t sum, int64_t outputs) {
-    if (outputs >= LANES)
+    if (outputs >= GROUP)
         vst1q_f32(y, sum);
     else
         for (int64_t i = 0; i < outputs; i++) y[i] = sum[i];
@@ -57,17 +57,17 @@ static void lay_out(const float *x, int64_t stride, int64_t tokens, int64_t inpu
 
 // GROUPS_AT_ONCE groups of outputs, or what is left of them, for all tiles.
 static void group_products(const float *x, const float *w, int64_t inputs, float *y, int64_t stride, int64_t tokens, int64_t outputs) {
-    float sums[16 * LANES];
+    float sums[16 * GROUP];
     for (int64_t first = 0, size; first < tokens; first += size, x += size * inputs) {
         size = tile_of(tokens - first);
         int64_t groups = 16 / size, count = tokens - first < size ? tokens - first : size;
-        for (int64_t group = 0; group < GROUPS_AT_ONCE && group * LANES < outputs; group += groups) {
-            const float *weights = w + group * inputs * LANES;
+        for (int64_t group = 0; group < GROUPS_AT_ONCE && group * GROUP < outputs; group += groups) {
+            const float *weights = w + group * inputs * GROUP;
             (size == 8 ? tile_8 : tile_4)(x, weights, inputs, sums);
             for (int64_t g = 0; g < groups; g++)
                 for (int64_t t = 0; t < count; t++) {
-                    int64_t column = (group + g) * LANES;
-                    store(y + (first + t) * stride + column, vld1q_f32(sums + (g * size + t) * LANES), outputs - column);
+                    int64_t column = (group + g) * GROUP;
+                    store(y + (first + t) * stride + column, vld1q_f32(sums + (g * size + t) * GROUP), outputs - column);
                 }
         }
     }
@@ -80,7 +80,7 @@ void linear(const float *x, int64_t x_stride, const float *w, int64_t inputs, in
     for (int64_t first = 0; first < tokens; first += TOKENS_AT_ONCE) {  // whose inputs stay in the cache
         int64_t count = tokens - first < TOKENS_AT_ONCE ? tokens - first : TOKENS_AT_ONCE;
 #pragma omp parallel for if (inputs * outputs > MIN_PARALLEL_WEIGHTS)
-        for (int64_t column = 0; column < outputs; column += GROUPS_AT_ONCE * LANES)
+        for (int64_t column = 0; column < outputs; column += GROUPS_AT_ONCE * GROUP)
             group_products(room + first * inputs, w + column * inputs, inputs, y + first * y_stride + column, y_stride, count, outputs - column);
     }
 }
@@ -98,13 +98,13 @@ void linear_of_one(const float *x, const float *w, const int16_t *half, int64_t 
     float scale = half ? HALF_WAY : 1.0f;
     for (int64_t k = 0; k < inputs; k++) room[k] = x[k] * scale;
 #pragma omp parallel for if (inputs * outputs > MIN_PARALLEL_WEIGHTS)
-    for (int64_t column = 0; column < outputs; column += LANES) {
+    for (int64_t column = 0; column < outputs; column += GROUP) {
         float32x4_t s0 = {0}, s1 = {0}, s2 = {0}, s3 = {0};
         const int16_t *bits = half + column * inputs;
         const float *weights = w + column * inputs;
         for (int64_t k = 0; half && k < even; k += 4) {
             float32x4_t four = vld1q_f32(room + k);
-            int16x8_t two = vld1q_s16(bits + k * LANES), more = vld1q_s16(bits + k * LANES + 2 * LANES);
+            int16x8_t two = vld1q_s16(bits + k * GROUP), more = vld1q_s16(bits + k * GROUP + 2 * GROUP);
             s0 = vfmaq_laneq_f32(s0, shrunk(vget_low_s16(two)), four, 0);
             s1 = vfmaq_laneq_f32(s1, shrunk(vget_high_s16(two)), four, 1);
             s2 = vfmaq_laneq_f32(s2, shrunk(vget_low_s16(more)), four, 2);
@@ -112,14 +112,14 @@ void linear_of_one(const float *x, const float *w, const int16_t *half, int64_t 
         }
         for (int64_t k = 0; !half && k < even; k += 4) {
             float32x4_t four = vld1q_f32(room + k);
-            const float *at = weights + k * LANES;
+            const float *at = weights + k * GROUP;
             s0 = vfmaq_laneq_f32(s0, vld1q_f32(at), four, 0);
-            s1 = vfmaq_laneq_f32(s1, vld1q_f32(at + LANES), four, 1);
-            s2 = vfmaq_laneq_f32(s2, vld1q_f32(at + 2 * LANES), four, 2);
-            s3 = vfmaq_laneq_f32(s3, vld1q_f32(at + 3 * LANES), four, 3);
+            s1 = vfmaq_laneq_f32(s1, vld1q_f32(at + GROUP), four, 1);
+            s2 = vfmaq_laneq_f32(s2, vld1q_f32(at + 2 * GROUP), four, 2);
+            s3 = vfmaq_laneq_f32(s3, vld1q_f32(at + 3 * GROUP), four, 3);
         }
         for (int64_t k = even; k < inputs; k++)
-            s0 = vfmaq_n_f32(s0, half ? shrunk(vld1_s16(bits + k * LANES)) : vld1q_f32(weights + k * LANES), room[k]);
+            s0 = vfmaq_n_f32(s0, half ? shrunk(vld1_s16(bits + k * GROUP)) : vld1q_f32(weights + k * GROUP), room[k]);
         store(y + column, vmulq_n_f32((s0 + s1) + (s2 + s3), scale), outputs - column);
     }
 }

@@ -12,7 +12,9 @@ import torch
 from torch import Tensor
 from torch.nn.attention.varlen import varlen_attn
 
+from loray.kernels import native
 from loray.kernels.attention import PromptWork, Scoring, attend
+from loray.kernels.choice import uses_triton
 
 FLASH_ATTN, TORCH_VARLEN, TRITON, PLAIN = "flash-attn", "torch varlen", "triton paged", "torch"
 MAX_HEAD_DIM = 256
@@ -64,3 +66,10 @@ def _one_by_one(q: Tensor, k: Tensor, v: Tensor, prompts: PromptWork, scoring: S
     q_lens, context_lens = prompts.first_queries.diff().tolist(), prompts.first_keys.diff().tolist()
     of_seqs = zip(q.split(q_lens), k.split(context_lens), v.split(context_lens), strict=True)
     return torch.cat([attend(*of_seq, scoring) for of_seq in of_seqs])
+
+
+def shown_backend(device: torch.device, dtype: torch.dtype, kv_dtype: torch.dtype, head_dim: int) -> str:
+    """For people: who attends decodes, and who prompts."""
+    if uses_triton(device):
+        return f"triton paged, prompts {backend(device, dtype, kv_dtype, head_dim, Scoring(1.0))}"
+    return "native paged, prompts sdpa" if native.serves(device, dtype) else "sdpa"

@@ -13,7 +13,7 @@ from loray.kernels.acl_linear import AclMatrix, pack_acl
 from loray.kernels.delta import Parted
 from loray.kernels.float8_linear import Float8Matrix, pack_float8
 from loray.kernels.half_linear import HalfMatrix, pack_half
-from loray.kernels.linear import linear
+from loray.kernels.linear import add_bias, linear
 from loray.kernels.lora import LoraPages, LoraSegments, add_lora, lora_beside
 from loray.kernels.native_linear import NativeMatrix, pack_native
 from loray.models.batch import Batch
@@ -96,7 +96,7 @@ class Linear(nn.Module):
         if self._packed is None:
             return linear(x, self.weight, bias)
         y = self._packed(x)
-        return y if bias is None else y.add_(bias)
+        return y if bias is None else add_bias(y, bias)
 
     def row_squares(self, projection: int, a: Tensor, b: Tensor) -> Tensor:
         """[width] of one projection's weight and LoRA, over this rank's inputs. a [rank, inputs], b [rank, width]."""

@@ -11,10 +11,9 @@ from torch import Tensor
 from transformers import AutoConfig
 
 from loray.kernels import native
-from loray.kernels.attention import Scoring
 from loray.kernels.choice import uses_triton
 from loray.kernels.greedy import greedy
-from loray.kernels.varlen_attention import backend
+from loray.kernels.varlen_attention import shown_backend
 from loray.models.attention_groups import GroupPlanner
 from loray.models.batch import Batch
 from loray.models.born_on import born_on
@@ -36,6 +35,7 @@ from loray.models.parallel import Parallel
 from loray.models.planner import Planner
 from loray.models.pooler import Pooler
 from loray.models.prompt_logprobs import MAX_PIECE, PromptLogprobs
+from loray.models.recorded_decodes import RecordedDecodes
 from loray.models.registry import model_class
 from loray.models.slot_sampling import Drawn, SlotSampling
 from loray.models.slots import Slots
@@ -92,6 +92,7 @@ class Runner:
         self._has_float8_cache = has_float8_cache
         self._kv_cache: KVCache | None = None
         self._graphs: DecodeGraphs | None = None
+        self._recorded: RecordedDecodes | None = None
         self._last: Launched | None = None
         self._last_slots: set[int] = set()
 
@@ -100,7 +101,7 @@ class Runner:
         return LoadReport(
             device=torch.cuda.get_device_name(self._device) if self._device.type == "cuda" else "cpu",
             dtype=str(self._dtype).removeprefix("torch."),
-            attention=self._attention(),
+            attention=shown_backend(self._device, self._dtype, self._kv_dtype, head_dim),
             weight_bytes=self._weight_bytes,
             load_seconds=self._load_seconds,
             block_bytes=num_layers * self._block_size * 2 * num_kv_heads * head_dim * self._kv_dtype.itemsize,
@@ -110,12 +111,6 @@ class Runner:
             lora_shapes=self._lora.shapes,
             captured=CAPTURED if self._device.type == "cuda" else None,
         )
-
-    def _attention(self) -> str:
-        """For people: who attends decodes, and who prompts."""
-        if self._table is None:
-            return "sdpa"
-        return f"triton paged, prompts {backend(self._device, self._dtype, self._kv_dtype, self._model.kv_shape[2], Scoring(1.0))}"
 
     def allocate(self, num_blocks: int, num_pages: int) -> int:
         """How many blocks it came to, the same on every rank: fewer where so many do not fit."""
@@ -139,9 +134,11 @@ class Runner:
         """Makes the cache, and the graphs that need it."""
         is_full = False
         try:
-            self._kv_cache = self._make_cache(num_blocks, scales)
+            self._kv_cache = cache = self._make_cache(num_blocks, scales)
             if self._device.type == "cuda" and self._table:
                 self._graphs = self._captured(self._table, has_lora=num_pages > 0)
+            elif native.serves(self._device, self._dtype):
+                self._recorded = RecordedDecodes(lambda batch: self._model.hidden(batch, cache.layers), self._slots.block_table.shape[1])
         except RuntimeError as error:
             if not is_out_of_memory(error):
                 raise
@@ -247,7 +244,7 @@ class Runner:
             drawn, embeddings = self._replay(layout, self._graphs), []
         else:
             batch = self._planner.batch(layout)
-            hidden = self._model.hidden(batch, self._kv_cache.layers)
+            hidden = self._recorded.hidden(batch) if self._recorded else self._model.hidden(batch, self._kv_cache.layers)
             self._score_prompts(step.rows, layout, batch, hidden)
             drawn = self._sample(layout, batch, hidden)
             embeddings = self._pooler.pool(step.rows, layout.first_tokens, hidden)

@@ -5,7 +5,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from loray.kernels.greedy import LOWEST_LOGPROB
+from loray.kernels.greedy import finite, most_and_total
 from loray.kernels.noise import gumbel_noise
 
 FIRST_TOKENS = 1024  # that are looked at for top-p before the whole vocabulary is
@@ -38,24 +38,22 @@ def sample(logits: Tensor, rows: SamplingRows, scores: Tensor | None = None) -> 
 
     logits: [num_samples, vocab_size] float32; scores: the same as the rows have shaped them, where tokens are to come from.
     """
+    tokens, totals = most_and_total(logits)
     scores = logits if scores is None else scores
-    tokens = scores.argmax(-1)
+    if scores is not logits:
+        tokens = scores.argmax(-1)
     is_random = rows["temperature"] > LOWEST_TEMPERATURE
     if is_random.any():
         places = torch.from_numpy(is_random.nonzero()[0]).to(scores.device)
         tokens[places] = _sample_random(scores[places], rows[is_random])
     chosen = logits.gather(1, tokens[:, None]).squeeze(1)
-    return tokens, finite(chosen - logits.logsumexp(-1))
+    return tokens, finite(chosen - totals)
 
 
 def most_probable(logits: Tensor, num_tokens: int) -> tuple[Tensor, Tensor]:
     """[num_rows, vocab_size] float32 -> token ids and log-probabilities, [num_rows, num_tokens] each, falling."""
     found = logits.topk(min(num_tokens, logits.shape[1]))
     return found.indices, finite(found.values - logits.logsumexp(-1, keepdim=True))
-
-
-def finite(logprobs: Tensor) -> Tensor:
-    return torch.nan_to_num(logprobs, nan=LOWEST_LOGPROB, neginf=LOWEST_LOGPROB, posinf=LOWEST_LOGPROB)
 
 
 def column(values: NDArray, like: Tensor) -> Tensor:

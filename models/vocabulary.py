@@ -6,6 +6,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from loray.kernels import native
 from loray.models.batch import Batch
 from loray.models.dora import row_squares, squares_of
 from loray.models.linear import PackedMatrix, Projection, Weight, pack_matrix
@@ -36,7 +37,8 @@ class Embedding(nn.Module):
 
     def _base(self, input_ids: Tensor) -> Tensor:
         if self._parallel.world_size == 1:
-            return F.embedding(input_ids, self.weight)
+            is_native = native.serves(self.weight.device, self.weight.dtype)
+            return native.embed(input_ids, self.weight) if is_native else F.embedding(input_ids, self.weight)
         local = input_ids - self.part.start
         is_elsewhere = (local < 0) | (local >= self.part.size)
         x = F.embedding(local.masked_fill(is_elsewhere, 0), self.weight)

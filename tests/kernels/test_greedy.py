@@ -4,9 +4,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from loray.kernels.greedy import greedy
-from loray.models.sampler import finite
-from tests.kernels.triton_marks import BACKENDS, DEVICES, DTYPES, IS_INTERPRETED, framed
+from loray.kernels.greedy import finite, greedy
+from tests.kernels.triton_marks import ALL_BACKENDS, DEVICES, DTYPES, IS_INTERPRETED, framed
 
 INF, NAN = float("inf"), float("nan")
 LOWEST = float(finite(torch.tensor(NAN)))
@@ -14,7 +13,7 @@ LOWEST = float(finite(torch.tensor(NAN)))
 
 def greedy_of(backend: str, logits: Tensor) -> tuple[Tensor, Tensor]:
     logits = logits.to(DEVICES[backend])
-    if backend == "twin" or not IS_INTERPRETED:
+    if backend != "triton" or not IS_INTERPRETED:
         tokens, logprobs = greedy(logits)
     else:
         from loray.kernels import greedy_triton
@@ -24,7 +23,7 @@ def greedy_of(backend: str, logits: Tensor) -> tuple[Tensor, Tensor]:
     return tokens.cpu(), logprobs.cpu()
 
 
-@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("backend", ALL_BACKENDS)
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("num_rows", [1, 5])
 @pytest.mark.parametrize("vocab_size", [1, 257, 4096, 4097, 49152, 128256])
@@ -36,7 +35,7 @@ def test_the_token_and_its_logprob_are_those_of_torch(backend: str, dtype: torch
     torch.testing.assert_close(logprobs.double(), expected, rtol=1e-5, atol=1e-5)
 
 
-@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("backend", ALL_BACKENDS)
 @pytest.mark.parametrize("places", [[9999, 3, 4097], [4096, 8191], [9999], [0, 4095]], ids=str)
 def test_of_equals_the_lowest_id_wins_also_across_chunks(backend: str, places: list[int]) -> None:
     logits = torch.zeros(2, 10_000)
@@ -44,7 +43,7 @@ def test_of_equals_the_lowest_id_wins_also_across_chunks(backend: str, places: l
     assert greedy_of(backend, logits)[0].tolist() == [0, min(places)]
 
 
-@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("backend", ALL_BACKENDS)
 def test_every_logprob_is_finite_and_nan_never_wins(backend: str) -> None:
     logits = torch.full((6, 5000), -INF)
     logits[1] = NAN
@@ -57,7 +56,7 @@ def test_every_logprob_is_finite_and_nan_never_wins(backend: str) -> None:
     assert logprobs.tolist() == [LOWEST, LOWEST, 0.0, LOWEST, LOWEST, 0.0]
 
 
-@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("backend", ALL_BACKENDS)
 def test_a_row_does_not_see_its_neighbours(backend: str) -> None:
     logits = torch.randn(3, 5000)
     alone = [greedy_of(backend, row[None]) for row in logits]
