@@ -1,8 +1,10 @@
 """Adapters behind URLs, read through fsspec, from the places that the configuration lists and from no other. Keeps no files."""
 
+import re
 import threading
 import time
 from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -10,14 +12,16 @@ import aiohttp
 import fsspec  # type: ignore[import-untyped]
 from fsspec.callbacks import Callback  # type: ignore[import-untyped]
 
-from loray.deployments.adapter_sources import EXTRA_FILES, FILES, PICKLE_FILE, Offer, Place, missing_file, normal_url
+from loray.deployments.adapter_sources import EXTRA_FILES, FILES, PICKLE_FILE, URL_SCHEMES, Offer, Place, missing_file, normal_url
 from loray.deployments.checksums import mismatch, told_digest
 from loray.deployments.errors import AdapterFailed, AdapterNotFound, InvalidRequest, LorayError
 from loray.models.model_folder import one_line
 
 NUM_ATTEMPTS = 3
 PAUSE_S = 0.5  # between them
+ANSWER_S = 10  # for a source to say what it has, and for credentials; the libraries try again for minutes
 HTTP_SCHEMES = ("https", "http")
+QUERY = re.compile(r"\?\S+")  # of a URL that a library quotes: it may hold a token of storage_options
 EXTRAS = {"s3": "s3", "gs": "gcs", "az": "az"}  # scheme -> which of loray's extras brings its library
 HTTP_TIMEOUT = aiohttp.ClientTimeout(total=None, sock_connect=10, sock_read=30)  # seconds; a download may take long, a silence not
 
@@ -39,8 +43,9 @@ class UrlSource:
         except InvalidRequest as error:
             raise ValueError(f"allowed_urls: {error.message}") from None
         self._options = storage_options
-        self._systems: dict[str, Any] = {}  # fsspec's file systems by scheme
+        self._systems: dict[str, Future[Any]] = {}  # fsspec's file systems by scheme
         self._making = threading.Lock()
+        self._makers = ThreadPoolExecutor(len(URL_SCHEMES), "url-source")
 
     def check(self, place: Place) -> None:
         if not self._is_allowed(place.address):
@@ -80,7 +85,7 @@ class UrlSource:
     def _info(self, place: Place, name: str) -> dict[str, Any] | None:
         """None: there is no such file."""
         try:
-            info: dict[str, Any] = self._system(place.source).info(f"{place.address}/{name}")
+            info: dict[str, Any] = self._system(place.source).info(f"{place.address}/{name}", timeout=ANSWER_S)
         except FileNotFoundError as error:
             reason = error.__cause__  # over HTTP fsspec says "not found" to all that goes wrong
             if reason is None or place.source not in HTTP_SCHEMES or getattr(reason, "status", None) in (404, 410):
@@ -127,15 +132,28 @@ class UrlSource:
 
     def _system(self, scheme: str) -> Any:
         with self._making:
-            if scheme not in self._systems:
-                options = dict(self._options.get(scheme, {}))
-                if scheme in HTTP_SCHEMES:
-                    client = {"timeout": HTTP_TIMEOUT, **options.get("client_kwargs", {}), "middlewares": (_guard(self._is_allowed),)}
-                    options["client_kwargs"] = client
-                    options["headers"] = {**options.get("headers", {}), "Accept-Encoding": "identity"}
-                # not fsspec's shared instance: those of others have other credentials
-                self._systems[scheme] = fsspec.filesystem(scheme, skip_instance_cache=True, use_listings_cache=False, **options)
-            return self._systems[scheme]
+            made = self._systems.get(scheme)
+            if made is None or (made.done() and made.exception()):
+                # in a thread: the search for credentials may ask servers that never answer
+                made = self._systems[scheme] = self._makers.submit(self._make, scheme)
+        return made.result(ANSWER_S)
+
+    def _make(self, scheme: str) -> Any:
+        options = dict(self._options.get(scheme, {}))
+        if scheme in HTTP_SCHEMES:
+            client = {"timeout": HTTP_TIMEOUT, **options.get("client_kwargs", {}), "middlewares": (_guard(self._is_allowed),)}
+            options["client_kwargs"] = client
+            options["headers"] = {**options.get("headers", {}), "Accept-Encoding": "identity"}
+        if scheme == "gs":
+            # not gcsfs's default: that asks for the bucket's kind over gRPC first, a minute for each file where an endpoint has none
+            from gcsfs.core import GCSFileSystem
+
+            options.setdefault("requests_timeout", HTTP_TIMEOUT)
+            kind = GCSFileSystem
+        else:
+            kind = fsspec.get_filesystem_class(scheme)
+        # not fsspec's shared instance: those of others have other credentials
+        return kind(skip_instance_cache=True, use_listings_cache=False, **options)
 
 
 class _Limit(Callback):
@@ -174,5 +192,8 @@ def _failed(place: Place, error: BaseException) -> LorayError:
         return AdapterFailed(f"adapter {place.name!r}: the source {place.source} needs loray[{EXTRAS.get(place.source, place.source)}]")
     if isinstance(error, aiohttp.ClientResponseError):
         return AdapterFailed(f"adapter {place.name!r}: the server answered {error.status}")
-    reason = one_line(error)[:300] or type(error).__name__
+    if isinstance(error, TimeoutError) and not str(error):
+        reason = f"no answer within {ANSWER_S} s; are its endpoint in adapters.storage_options, the credentials and the network right?"
+    else:
+        reason = QUERY.sub("?…", one_line(error))[:300] or type(error).__name__
     return AdapterFailed(f"adapter {place.name!r} can't be read: {reason}")

@@ -1,4 +1,5 @@
 import hashlib
+import sys
 import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -259,7 +260,8 @@ def test_a_size_that_is_not_said_is_refused(server: FileServer) -> None:
         UrlSource([server.url], {}).describe(at(f"{server.url}/good/small"), "")
 
 
-def test_a_source_whose_library_is_not_installed_says_which_extra_brings_it() -> None:
+def test_a_source_whose_library_is_not_installed_says_which_extra_brings_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "gcsfs.core", None)
     with pytest.raises(AdapterFailed, match=r"loray\[gcs\]"):
         UrlSource(["gs://bucket"], {}).describe(at("gs://bucket/a"), "")
 
