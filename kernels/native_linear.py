@@ -53,7 +53,13 @@ def _groups(weight: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 def _is_exact(weight: Tensor) -> bool:
-    return all(torch.equal(rows.half().float(), rows) and bool(rows.isfinite().all()) for rows in weight.split(ROWS_AT_ONCE))
+    """In float16, where there is no infinity either: native_linear.c would take it for a number."""
+    largest = torch.finfo(torch.float16).max
+    return all(
+        torch.equal(rows.half().float(), rows) and -largest <= low <= high <= largest
+        for rows in weight.split(ROWS_AT_ONCE)
+        for low, high in [rows.aminmax()]
+    )
 
 
 def _fits(num_bytes: int) -> bool:
