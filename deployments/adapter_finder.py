@@ -5,10 +5,10 @@ Lives on the driver's event loop. Knows neither tiers nor Ray.
 
 import asyncio
 import hashlib
-from collections import Counter
-from collections.abc import Callable, Iterable
+from collections import Counter, defaultdict
+from collections.abc import AsyncIterator, Callable, Iterable
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import AbstractContextManager, ExitStack
+from contextlib import AbstractContextManager, ExitStack, asynccontextmanager
 from typing import Protocol, TypeVar
 
 from loray.deployments.adapter_accounts import account_of
@@ -24,6 +24,7 @@ NUM_READERS = 64  # for folders on this node, whose files are read when they are
 NUM_MERGES = 64  # that wait for their turn, or look whether they are on disk
 NUM_REMOVERS = 8  # a removal waits for the download of the same adapter
 NUM_LOOKERS = 8  # for questions that are answered at once
+NUM_AT_A_PLACE = 8  # finders that one adapter may take: callers with tokens of their own ask each for themselves
 REST_S = 0.5  # between two looks at folders that are to be listed, so that the driver's own work goes on
 
 
@@ -63,6 +64,10 @@ class AdapterFinder:
         self._searches: dict[AdapterRef, asyncio.Task[Adapter]] = {}  # of those that may take long
         self._num_waiting: Counter[str] = Counter()  # requests, by adapter id
         self._num_asking: Counter[asyncio.Task[Adapter]] = Counter()  # requests, by search
+        self._turns: defaultdict[str, asyncio.Semaphore] = defaultdict(lambda: asyncio.Semaphore(NUM_AT_A_PLACE))  # by place
+        self._num_at: Counter[str] = Counter()  # that have or want a turn, by place
+        self._unbegun: set[asyncio.Task[Adapter] | None] = set()  # searches that wait for theirs
+        self._names: asyncio.Future[list[str]] | None = None  # a listing under way
         self._listing: asyncio.Task[None] | None = None
 
     async def find(self, ref: AdapterRef) -> Adapter:
@@ -75,8 +80,8 @@ class AdapterFinder:
             try:
                 return await asyncio.shield(search)
             finally:
-                if ref.merge and self._num_asking[search] == 1:  # nobody else asks; a download goes on, for those who come again
-                    self._give_up(ref, search)
+                if self._num_asking[search] == 1 and (ref.merge or search in self._unbegun):
+                    self._give_up(ref, search)  # nobody else asks; a download goes on, for those who come again
 
     async def forget(self, ref: AdapterRef) -> None:
         """Who asks from now on gets what the source has now."""
@@ -84,6 +89,10 @@ class AdapterFinder:
             if ref.adapter_id in (running.adapter_id, *(running.merge.adapter_ids if running.merge else ())):
                 del self._searches[running]
         await self.look(lambda: self._store.forget(ref))
+
+    def is_searching(self, ref: AdapterRef) -> bool:
+        """Whether its source may be asked right now."""
+        return any(running.adapter_id == ref.adapter_id for running in self._searches)
 
     async def remove(self, ref: AdapterRef, path: str = "") -> None:
         """Delete what of it is on disk and may go."""
@@ -99,7 +108,9 @@ class AdapterFinder:
 
     async def names(self) -> list[str]:
         """Of very many new folders the first; the others are looked at in the background, and are in a later answer."""
-        names = await self.look(self._store.names)
+        if self._names is None or self._names.done():  # one at a time: each may take all the seconds that it is given
+            self._names = self.look(self._store.names)
+        names = await asyncio.shield(self._names)
         if self._store.num_unlisted() and (self._listing is None or self._listing.done()):
             self._listing = asyncio.create_task(self._look_at_new())
         return names
@@ -134,10 +145,27 @@ class AdapterFinder:
 
     async def _found(self, ref: AdapterRef) -> Adapter:
         is_here = self._store.is_local(ref) or await self.look(lambda: self._is_on_disk(ref))
-        executor = self._readers if is_here else self._finders  # what is here does not wait for downloads
-        adapter = await asyncio.get_running_loop().run_in_executor(executor, lambda: self._store.find(ref))
+        if is_here:  # it does not wait for downloads
+            adapter = await asyncio.get_running_loop().run_in_executor(self._readers, lambda: self._store.find(ref))
+        else:
+            async with self._turn(self._store.place_key(ref)):
+                adapter = await asyncio.get_running_loop().run_in_executor(self._finders, lambda: self._store.find(ref))
         adapter.account = account_of(self._store.named(ref), adapter.path)
         return _of_its_place(adapter)
+
+    @asynccontextmanager
+    async def _turn(self, place: str) -> AsyncIterator[None]:
+        search = asyncio.current_task()
+        self._unbegun.add(search)
+        try:
+            with counted(self._num_at, place):
+                async with self._turns[place]:
+                    self._unbegun.discard(search)
+                    yield
+        finally:
+            self._unbegun.discard(search)
+            if not self._num_at[place]:
+                self._turns.pop(place, None)
 
     def _is_on_disk(self, ref: AdapterRef) -> bool:
         """And no source need be asked who may read it."""

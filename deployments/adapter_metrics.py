@@ -27,8 +27,9 @@ class AdapterMetrics:
 
     def __init__(self, counted: CollectorRegistry, told: CollectorRegistry) -> None:
         self._labels: dict[str, set[str]] = {}  # by adapter id, the outcomes it has had
-        self._listed: set[str] = set()  # adapter ids of the last statuses
-        self._private: set[str] = set()  # those of them that not everybody may read
+        self._public: set[str] = set()  # adapter ids of the last statuses that everybody may read
+        self._private: set[str] = set()  # the others
+        self._missing: set[str] = set()  # with labels, and not among the last statuses
         self._requests = Counter("loray_adapter_requests", "Requests by adapter", ["adapter", "outcome"], registry=counted)
         self._tokens = Counter("loray_adapter_tokens", "Tokens by adapter", ["adapter", "kind"], registry=counted)
         self._queue = _histogram(
@@ -58,11 +59,13 @@ class AdapterMetrics:
             self._tokens.labels(label, "prompt").inc(num_taken(request, timing))
 
     def observe_statuses(self, statuses: Sequence[AdapterStatus]) -> None:
-        listed = {status.adapter_id for status in statuses}
+        before = self._public | self._private
         self._private = {status.adapter_id for status in statuses if status.is_private}
-        for adapter_id in ((self._labels.keys() & self._listed) - listed) | (self._labels.keys() & self._private):
+        self._public = {status.adapter_id for status in statuses} - self._private
+        missing = self._labels.keys() - self._public - self._private
+        for adapter_id in (missing & (before | self._missing)) | (self._labels.keys() & self._private):  # or: it came after the last look
             self._forget(adapter_id)
-        self._listed = listed
+        self._missing = missing & self._labels.keys()
         self._gauges.states = Tally(status.state for status in statuses)
         self._gauges.clear()
         for status in statuses:
@@ -73,7 +76,8 @@ class AdapterMetrics:
         """ "" for the base model."""
         if request.adapter is None:
             return ""
-        if request.adapter.api_token or request.adapter_id in self._private:
+        is_public = request.adapter_id in self._public or not request.adapter.api_token  # a token may be sent where none is needed
+        if request.adapter_id in self._private or not is_public:
             return PRIVATE
         if request.adapter.merge:
             return MERGED

@@ -226,7 +226,8 @@ class AdapterService:
         self._unpin(keys)
         uses = [self._uses.pop(key) for key in keys]
         if not any(use.adapter for use in uses) and not self._wishes.is_place_wanted(ref):
-            return await self._finder.remove(ref)
+            removal = self._finder.remove(ref)
+            return self._in_background(removal) if self._finder.is_searching(ref) else await removal  # it waits for a download of its own
         loop, wanted = asyncio.get_running_loop(), self._wishes.versions(self._uses)
         for use in uses:
             if use.adapter and use.version not in wanted:

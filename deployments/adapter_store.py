@@ -18,7 +18,7 @@ from huggingface_hub import get_token
 from loray.deployments.adapter_errors import only_loray_errors
 from loray.deployments.adapter_files import AdapterFiles
 from loray.deployments.adapter_listing import AdapterListing
-from loray.deployments.adapter_sources import URL_SCHEMES, Offer, Place, Source, named, place_of
+from loray.deployments.adapter_sources import FILES, URL_SCHEMES, Offer, Place, Source, named, place_of
 from loray.deployments.adapters import Adapter
 from loray.deployments.config import AdapterArgs
 from loray.deployments.disk_cache import DiskCache, DiskFull, Entry, is_whole
@@ -27,13 +27,13 @@ from loray.deployments.errors import AdapterFailed, AdapterNotFound, InvalidRequ
 from loray.deployments.expiring import Expiring
 from loray.deployments.hub_source import HubSource, not_found
 from loray.deployments.keyed_lock import KeyedLock
+from loray.deployments.remembered_failures import Asker, RememberedFailures
 from loray.deployments.request import AdapterRef, MergeRecipe
 from loray.deployments.url_source import UrlSource
 from loray.models.adapter import AdapterError
 
 logger = logging.getLogger("ray.serve.loray")
 
-FAILURE_S = 10.0  # how long a failure is answered without trying again
 TOKEN_S = 300.0  # how long a token counts as one that may read
 MAX_REMEMBERED = 10_000
 
@@ -41,7 +41,6 @@ MERGE_BYTES = 1 << 20  # room for a merge's names and ranks, beyond its values
 NOWHERE = "none"  # the key of a reference that means nothing: nothing is kept under it
 
 Shapes = dict[str, tuple[int, int]]
-Asker = tuple[str, bytes]  # key of a place, salted hash of a token
 Merge = Callable[[Sequence[Path], Sequence[float], dict[str, Any], Shapes, Path], None]  # folders, weights, method, shapes -> folder
 
 
@@ -68,7 +67,7 @@ class AdapterStore:
         self._fetching = KeyedLock()
         self._stale: set[str] = set()  # keys whose source is to be asked anew
         self._unrenewed: dict[str, str] = {}  # key -> why its source could not be asked anew
-        self._failures: Expiring[Asker, tuple[type[LorayError], str]] = Expiring(FAILURE_S, MAX_REMEMBERED)
+        self._failures = RememberedFailures()
         self._readers: Expiring[Asker, bool] = Expiring(TOKEN_S, MAX_REMEMBERED)  # whom the source has let read what is private
         self._salt = secrets.token_bytes(32)
 
@@ -88,10 +87,10 @@ class AdapterStore:
         origin = msgspec.json.encode(([part.version for part in parts], recipe.weights, method))
         place = Place("merge", name, hashlib.blake2b(origin, digest_size=12).hexdigest())
         wish = _Wish(place, "", (place.key, b""))
-        with only_loray_errors(name), self._remembering_failure(wish.asker):
+        with only_loray_errors(name), self._failures.of(wish.asker):
             adapter = self._held(wish)
             if adapter is None:
-                with self._fetching.only_one(place.key), self._remembering_failure(wish.asker), self._cache.only_one(place.key):
+                with self._fetching.only_one(place.key), self._failures.of(wish.asker), self._cache.only_one(place.key):
                     adapter = self._held(wish) or self._merge(place, parts, recipe.weights, method)
         adapter.adapter_id = name
         return adapter
@@ -124,14 +123,15 @@ class AdapterStore:
         key = self.place_key(ref)
         if self._cache.entry(key) or key in self._fetching:
             self._stale.add(key)
-        self._failures.drop(lambda asker: asker[0] == key)
+        self._failures.forget(key)
 
     def remove(self, ref: AdapterRef, path: str = "") -> None:
         """Deletes its download; what is held is for `free`. The configured roots are left alone. path: of a merge; only it tells."""
         self.forget(ref)
         key = self.place_key(ref)
         self._readers.drop(lambda asker: asker[0] == key)
-        self._cache.remove(self.place_key(ref, path))
+        with self._fetching.only_one(key):  # what comes now goes too
+            self._cache.remove(self.place_key(ref, path))
         self._stale.discard(key)
         self._unrenewed.pop(key, None)
 
@@ -178,22 +178,11 @@ class AdapterStore:
 
     def _find_download(self, wish: _Wish) -> Adapter:
         self._sources[wish.place.source].check(wish.place)
-        with self._remembering_failure(wish.asker):
+        with self._failures.of(wish.asker):
             if adapter := self._held(wish):
                 return adapter
-            with self._fetching.only_one(wish.place.key), self._remembering_failure(wish.asker):
+            with self._fetching.only_one(wish.place.key), self._failures.of(wish.asker):
                 return self._held(wish) or self._fetch(wish)
-
-    @contextlib.contextmanager
-    def _remembering_failure(self, asker: Asker) -> Iterator[None]:
-        if failure := self._failures.get(asker):
-            kind, message = failure
-            raise kind(message)
-        try:
-            yield
-        except LorayError as error:
-            self._failures.put(asker, (type(error), error.message))
-            raise
 
     def _may_read(self, wish: _Wish) -> bool:
         if self._readers.get(wish.asker):
@@ -228,7 +217,8 @@ class AdapterStore:
         self._stale.discard(place.key)  # before the source is asked: who forgets it from now on means a later answer
         self._unrenewed.pop(place.key, None)
         try:
-            offer = self._sources[place.source].describe(place, wish.token)
+            with self._failures.of_source(place.key):
+                offer = self._sources[place.source].describe(place, wish.token)
             if is_stale:
                 self._readers.drop(lambda asker: asker[0] == place.key)
             if offer.num_bytes > self._max_bytes:
@@ -267,7 +257,7 @@ class AdapterStore:
     def _download(self, wish: _Wish, offer: Offer) -> Adapter:
         place = wish.place
         with self._room(place, offer.num_bytes) as folder:
-            with logged(place.name, folder, offer.num_bytes):
+            with logged(place.name, folder, offer.num_bytes), self._failures.of_source(place.key):
                 self._sources[place.source].fetch(place, offer, wish.token, folder)
             for name, size in offer.files.items():
                 if (num_bytes := (folder / name).stat().st_size) != size:
@@ -278,7 +268,7 @@ class AdapterStore:
 
     def _merge(self, place: Place, parts: list[Adapter], weights: Sequence[float], method: dict[str, Any]) -> Adapter:
         folders = [Path(part.path) for part in parts]
-        num_bytes = sum(file.stat().st_size for folder in folders for file in folder.iterdir())
+        num_bytes = sum((folder / name).stat().st_size for folder in folders for name in FILES)
         with self._room(place, 2 * num_bytes + MERGE_BYTES) as folder:  # halves become float32
             try:
                 self.merge(folders, weights, method, self._lora_shapes, folder / "merged")

@@ -10,6 +10,7 @@ LorayError
 ├── Forbidden            403 forbidden              this server has no admin key, so nobody is an admin
 ├── AdapterFailed        424 generation             the adapter can't be used; says which and why
 │   ├── AdapterChanged   424 generation             its files were replaced again and again while they were read
+│   ├── SourceFailed     424 generation             its source does not answer, whoever asks
 │   └── AdapterNotFound  424 generation             (404 model_not_found on /v1)
 │       └── UnknownAdapter  404 not_found           an admin asks for an adapter that this server does not know
 ├── TooLarge             413 too_large              the body has more bytes than limits.max_body_bytes
@@ -75,6 +76,10 @@ class AdapterFailed(LorayError):
 
 class AdapterNotFound(AdapterFailed):
     pass
+
+
+class SourceFailed(AdapterFailed):
+    """Says nothing of the adapter, not even whether it is there."""
 
 
 class AdapterChanged(AdapterFailed):

@@ -3,7 +3,8 @@
 Virtual token counters (Sheng et al. 2024, "Fairness in Serving Large Language Models"): every computed token is charged to its
 adapter, divided by the adapter's weight, and the adapter served least goes first. The base model is an adapter like any other,
 with the id "". One that comes back starts no lower than the least served that runs, so idle time earns no credit, nor does the time
-it takes to load; an adapter without any request is forgotten.
+it takes to load; and no lower than it was, so that who asks for one answer after another pays for those before. What an adapter without
+requests was served is forgotten when all others have caught up.
 """
 
 from collections import OrderedDict
@@ -14,6 +15,8 @@ from itertools import islice
 from loray.deployments.adapters import Adapter
 from loray.deployments.sequence import Sequence
 
+MAX_DEBTS = 10_000
+NUM_DEBTS_LOOKED_AT = 8  # whenever an adapter's last request ends
 MAX_DEAD_ENTRIES = 64  # of a lane, beyond as many as it has live ones
 
 
@@ -97,6 +100,7 @@ class FairQueue:
         self._weights = weights  # by account, or by adapter id
         self._accounts: dict[str, Account] = {}  # of the adapters that have requests, by name
         self._running: dict[str, Account] = {}  # those of them that run
+        self._debts: OrderedDict[str, float] = OrderedDict()  # tokens served, of adapters without requests, by name
         self._inside, self._outside = Lane(), Lane()  # of the base model and the adapters in the pool; of the others
         self._is_outside_shown = True
         self._loading: dict[Line, None] = {}  # in the order in which they were found to be
@@ -138,7 +142,8 @@ class FairQueue:
         name = account_name(sequence.adapter)
         if name not in self._accounts:
             weight_by_id = self._weights.get(sequence.adapter.adapter_id, 1.0) if sequence.adapter else 1.0
-            self._accounts[name] = Account(name, self._weights.get(name, weight_by_id), self._floor())
+            served = max(self._debts.pop(name, 0.0), self._floor())
+            self._accounts[name] = Account(name, self._weights.get(name, weight_by_id), served)
         self._insert(sequence)
 
     def take(self, sequence: Sequence) -> None:
@@ -168,7 +173,19 @@ class FairQueue:
             self._stop(sequence)
         account = self._accounts[account_name(sequence.adapter)]
         if not account.num_running and not account.num_waiting:
-            del self._accounts[account.name]
+            self._leave(account)
+
+    def _leave(self, account: Account) -> None:
+        del self._accounts[account.name]
+        self._debts[account.name] = account.served
+        if not self._accounts:
+            self._debts.clear()
+        floor = self._floor()
+        for name in list(islice(self._debts, NUM_DEBTS_LOOKED_AT)):  # those that left first: a few each time, so that none costs much
+            if self._debts[name] <= floor or len(self._debts) > MAX_DEBTS:
+                del self._debts[name]
+            else:
+                self._debts.move_to_end(name)
 
     def wake_loaded(self) -> None:
         """Adapters that have become ready since the last call get in line, and so do sequences whose grammars have."""

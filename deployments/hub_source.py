@@ -10,7 +10,7 @@ from huggingface_hub.errors import EntryNotFoundError, HfHubHTTPError, Repositor
 
 from loray.deployments.adapter_sources import EXTRA_FILES, FILES, PICKLE_FILE, Offer, Place, missing_file
 from loray.deployments.checksums import digest_of, mismatch
-from loray.deployments.errors import AdapterFailed, AdapterNotFound, LorayError
+from loray.deployments.errors import AdapterFailed, AdapterNotFound, LorayError, SourceFailed
 from loray.models.adapter_config import CONFIG_FILE
 
 TIMEOUT_S = 10.0  # for the hub to say something
@@ -83,6 +83,7 @@ def _translated(place: Place) -> Iterator[None]:
     except HfHubHTTPError as error:
         if error.response.status_code in (401, 403):
             raise not_found(place) from None
-        raise AdapterFailed(f"adapter {place.name!r}: the hub answered {error.response.status_code}") from None
+        kind = SourceFailed if error.response.status_code >= 500 else AdapterFailed
+        raise kind(f"adapter {place.name!r}: the hub answered {error.response.status_code}") from None
     except Exception as error:  # of its HTTP library, whatever that is; the text may quote what was sent
-        raise AdapterFailed(f"adapter {place.name!r}: the hub can't be reached ({type(error).__name__})") from None
+        raise SourceFailed(f"adapter {place.name!r}: the hub can't be reached ({type(error).__name__})") from None

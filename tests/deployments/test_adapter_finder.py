@@ -2,6 +2,7 @@
 
 import asyncio
 import threading
+import time
 from collections.abc import Coroutine, Iterator
 from contextlib import nullcontext
 from pathlib import Path
@@ -53,6 +54,9 @@ class World:
 
     def save(self, seed: int) -> None:
         save_folder(self._folder / "mine", rank=4, seed=seed)
+
+    def save_as(self, name: str) -> None:
+        save_folder(self._folder / name, rank=4, seed=0)
 
     async def held_search(self, ref: AdapterRef) -> tuple["asyncio.Task[Adapter]", threading.Event]:
         """One that has found what the source has now, and tells it when the door opens."""
@@ -248,3 +252,51 @@ def test_merges_that_nobody_waits_for_any_more_are_not_made(world: World, monkey
     monkeypatch.setattr(world.store, "merged", merged)
     monkeypatch.setattr(world.finder, "_max_waiting", 100)
     asyncio.run(run())
+
+
+def test_one_adapter_takes_few_finders_however_many_tokens_ask_for_it(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
+    door, find, begun = threading.Event(), world.store.find, []
+
+    def slow_find(ref: AdapterRef) -> Adapter:
+        begun.append(ref.api_token)
+        if ref.api_token:
+            door.wait(HELD_S)
+        return find(ref)
+
+    async def work() -> None:
+        monkeypatch.setattr(adapter_finder, "NUM_FINDERS", adapter_finder.NUM_AT_A_PLACE + 1)
+        finder = AdapterFinder(world.store, max_waiting=100, needed=lambda adapter: nullcontext())
+        monkeypatch.setattr(world.store, "find", slow_find)
+        world.save_as("other")
+        slow = [asyncio.create_task(finder.find(AdapterRef(adapter_id=world.ref.adapter_id, api_token=f"hf_{i}"))) for i in range(30)]
+        while len(begun) < adapter_finder.NUM_AT_A_PLACE:
+            await asyncio.sleep(0.01)
+        assert (await finder.find(AdapterRef(adapter_id=f"{world.web.url}/other"))).rank == 4
+        assert len(begun) == adapter_finder.NUM_AT_A_PLACE + 1
+        for task in slow[:20]:
+            task.cancel()
+        await asyncio.wait(slow[:20])
+        door.set()
+        await asyncio.gather(*slow[20:])
+        assert len(begun) == adapter_finder.NUM_AT_A_PLACE + 1 + 10, "who has left before his search began is not searched for"
+        while finder._searches:  # that nobody waits for
+            await asyncio.sleep(0.01)
+        assert not finder._turns and not finder._num_at and not finder._unbegun
+
+    run(work())
+
+
+def test_listings_that_are_asked_for_at_once_are_one(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
+    calls: list[float] = []
+
+    def names() -> list[str]:
+        calls.append(0)
+        time.sleep(0.2)
+        return ["mine"]
+
+    async def work() -> None:
+        monkeypatch.setattr(world.store, "names", names)
+        assert await asyncio.gather(*(world.finder.names() for _ in range(20))) == [["mine"]] * 20
+        assert len(calls) == 1
+
+    run(work())

@@ -1,5 +1,6 @@
 import json
 import logging
+import shutil
 import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -8,10 +9,10 @@ from typing import Any
 
 import pytest
 
-from loray.deployments import adapter_store
+from loray.deployments import adapter_store, remembered_failures
 from loray.deployments.adapter_store import AdapterStore
 from loray.deployments.config import AdapterArgs
-from loray.deployments.errors import AdapterFailed, AdapterNotFound, InvalidRequest
+from loray.deployments.errors import AdapterFailed, AdapterNotFound, InvalidRequest, SourceFailed
 from loray.deployments.request import AdapterRef, MergeRecipe
 from loray.models.merging import MergeMethod, merge_adapters
 from tests.deployments.file_server import FileServer, Handler, HubServer
@@ -164,7 +165,7 @@ def test_after_forget_what_is_on_disk_is_served_on_when_its_source_is_away(world
 
 
 def test_after_forget_what_its_source_has_no_more_is_not_served(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(adapter_store, "FAILURE_S", 1e-9)
+    monkeypatch.setattr(remembered_failures, "FAILURE_S", 1e-9)
     ref = world.on_web("small")
     store = world.store()
     store.find(ref)
@@ -190,6 +191,62 @@ def test_after_forget_what_is_private_is_served_on_to_its_readers_alone_when_the
     assert store.find(with_token("hf_one")).num_pages == 1
     with pytest.raises(AdapterFailed, match="500"):
         store.find(with_token("hf_bad"))
+
+
+def test_a_hub_that_fails_is_not_asked_again_for_every_token(world: World) -> None:
+    path = "/api/models/org/small?blobs=true"
+    world.hub.rules[path] = lambda handler: handler.reply(503) is None
+    store = world.store()
+    for token in ("hf_one", "hf_two", ""):
+        with pytest.raises(SourceFailed, match="503"):
+            store.find(with_token(token))
+    num_requests = len(world.hub.requests)
+    with pytest.raises(SourceFailed, match="503"):
+        store.find(with_token("hf_three"))
+    assert len(world.hub.requests) == num_requests
+    del world.hub.rules[path]
+    store.forget(HUB)
+    assert store.find(with_token("hf_one")).num_pages == 1
+
+
+def test_what_fails_for_one_token_is_asked_for_with_another(world: World) -> None:
+    world.hub.readers["org/small"] = {"hf_one"}
+    store = world.store()
+    with pytest.raises(AdapterNotFound):
+        store.find(with_token("hf_bad"))
+    assert store.find(with_token("hf_one")).num_pages == 1
+
+
+def test_what_is_removed_while_it_is_downloaded_does_not_stay(world: World) -> None:
+    held, released = threading.Event(), threading.Event()
+
+    def hold(handler: Handler) -> bool:
+        if handler.command == "GET":
+            held.set()
+            released.wait(60)
+        return False
+
+    world.web.rules[f"/small/{WEIGHTS}"] = hold
+    store, ref = world.store(), world.on_web("small")
+    with ThreadPoolExecutor(2) as threads:
+        found = threads.submit(store.find, ref)
+        assert held.wait(60)
+        removed = threads.submit(store.remove, ref)
+        released.set()
+        assert found.result(60).num_pages == 1
+        removed.result(60)
+    assert store.disk_bytes(ref) == 0
+
+
+def test_files_beside_an_adapter_do_not_count_for_its_merges(world: World) -> None:
+    save_folder(world.folder / "local" / "one", rank=4)
+    (world.folder / "local" / "one" / "gone").symlink_to("nowhere")
+    with open(world.folder / "local" / "one" / "optimizer.pt", "wb") as file:
+        file.truncate(1 << 41)
+    store = world.store()
+    store.merge = lambda folders, weights, method, shapes, out: shutil.copytree(folders[0], out, ignore=lambda *_: ["gone", "optimizer.pt"])
+    part = store.find(AdapterRef(adapter_id="one"))
+    assert store.merged("merge", [part], MergeRecipe(adapter_ids=("one",), weights=(0.5,))).num_pages == 1
 
 
 def test_threads_and_processes_that_want_one_adapter_download_it_once(world: World) -> None:
@@ -396,7 +453,8 @@ def test_a_failure_is_answered_at_once_for_a_while_and_forgotten_on_demand(world
 
 
 def test_many_bad_ids_leave_memory_and_disk_where_they_were(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(adapter_store, "MAX_REMEMBERED", 50)
+    for module in (adapter_store, remembered_failures):
+        monkeypatch.setattr(module, "MAX_REMEMBERED", 50)
     store = world.store()
     for i in range(100):
         for adapter_id in (f"{world.web.url}/none{i}", f"https://off.example/{i}", f"../{i}", f"https://host/../{i}"):

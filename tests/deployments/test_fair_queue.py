@@ -2,7 +2,10 @@ import gc
 import weakref
 from itertools import islice
 
+import pytest
+
 from loray.cluster.channel import Address
+from loray.deployments import fair_queue
 from loray.deployments.adapters import Adapter
 from loray.deployments.fair_queue import FairQueue
 from loray.deployments.fair_shares import adapters_to_leave, num_slots, victim_of_arrival
@@ -237,3 +240,37 @@ def test_adapters_without_requests_are_forgotten() -> None:
     del sequence
     gc.collect()
     assert len(adapters) < 200 and queue.names() == ["waiting"]
+
+
+def test_who_asks_for_one_answer_after_another_pays_for_those_before() -> None:
+    queue = Queue()
+    running = queue.start(queue.arrive("b0", "b"), 10)
+    queue.forget(queue.start(queue.arrive("a0", "a"), 100))
+    queue.arrive("b1", "b")
+    queue.arrive("a1", "a")
+    assert queue.names() == ["b1", "a1"]
+    queue.charge(running, 50)
+    assert queue.names() == ["b1", "a1"]
+    queue.charge(running, 60)
+    assert queue.names() == ["a1", "b1"]
+
+
+def test_a_debt_is_forgotten_when_the_others_have_caught_up_or_nobody_is_left() -> None:
+    queue = Queue()
+    running = queue.start(queue.arrive("b0", "b"), 10)
+    queue.forget(queue.start(queue.arrive("a0", "a"), 100))
+    assert queue._debts
+    queue.charge(running, 200)
+    queue.forget(queue.start(queue.arrive("c0", "c")))
+    assert "a" not in queue._debts
+    queue.forget(running)
+    assert not queue._debts and not queue._accounts
+
+
+def test_debts_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(fair_queue, "MAX_DEBTS", 50)
+    queue = Queue()
+    queue.start(queue.arrive("b0", "b"), 1)
+    for number in range(500):
+        queue.forget(queue.start(queue.arrive(f"r{number}", f"a{number}"), 100))
+    assert len(queue._debts) <= 50

@@ -181,6 +181,31 @@ def test_an_adapter_that_turns_out_to_be_private_is_named_no_longer() -> None:
     assert "hidden" not in send(service, "GET", "/metrics").text
 
 
+def test_a_token_where_none_is_needed_hides_no_name() -> None:
+    backend = saying("")
+    backend.statuses = {"replica": [status_of("pirate", "gpu")]}
+    service = service_of(backend)
+    generate(service, "pirate", api_token="for the gateway")  # who may read it is not known here yet
+    send(service, "GET", "/metrics")
+    generate(service, "pirate", api_token="for the gateway")
+    text = send(service, "GET", "/metrics").text
+    assert value(text, 'loray_adapter_requests_total{adapter="private",outcome="eos_token"}') == 1
+    assert value(text, 'loray_adapter_requests_total{adapter="pirate",outcome="eos_token"}') == 1
+
+
+def test_the_label_of_an_adapter_that_came_and_went_between_two_looks_is_free_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(adapter_metrics, "MAX_LABELS", 1)
+    backend = saying("")
+    backend.statuses = {"replica": [status_of("later", "gpu")]}
+    service = service_of(backend)
+    generate(service, "short")
+    for _ in range(2):
+        send(service, "GET", "/metrics")
+    generate(service, "later")
+    text = send(service, "GET", "/metrics").text
+    assert "short" not in text and value(text, 'loray_adapter_requests_total{adapter="later",outcome="eos_token"}') == 1
+
+
 def test_residency_is_told_by_tier_and_ends_with_an_unload() -> None:
     backend = saying("")
     backend.statuses = {"replica": [status_of("pirate", "gpu", gpu_bytes=10, host_bytes=20, disk_bytes=30), status_of("idle")]}

@@ -157,3 +157,16 @@ def test_matrices_larger_than_one_step_are_read_whole(tmp_path: Path) -> None:
     adapter = read_rank_adapter(tmp_path, read_adapter(tmp_path, {"x.lin": (inputs, outputs)}), targets, is_pinned=False)
     found = adapter.matrices(torch.device("cpu"))
     assert found["x.lin", "a"].equal(a[:, 100:1400]) and found["x.lin", "b"].equal(b.T * 0.5)
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf")])
+def test_numbers_that_are_not_finite_are_refused_by_name(tmp_path: Path, value: float) -> None:
+    a, b = torch.randn(4, 6), torch.randn(5, 4)
+    b[1, 2] = value
+    save_file({"x.lin.lora_A.weight": a, "x.lin.lora_B.weight": b}, tmp_path / "adapter_model.safetensors")
+    config = {"peft_type": "LORA", "r": 4, "lora_alpha": 4, "target_modules": ["lin"]}
+    (tmp_path / "adapter_config.json").write_text(json.dumps(config))
+    linear: Linear = row_linear("lin", (6, Shard(0, 6)), 5, False, Parallel())
+    targets = {"x.lin": Target(linear, 0, linear.projections[0])}
+    with pytest.raises(AdapterError, match=r"x\.lin has numbers that are not finite"):
+        read_rank_adapter(tmp_path, read_adapter(tmp_path, {"x.lin": (6, 5)}), targets, is_pinned=False)
