@@ -125,7 +125,7 @@ class Unhealthy(LorayError):
     retry_after: ClassVar[int] = 5  # seconds; a lost replica is built anew in more
 
 
-_ADAPTER_ERRORS = AdapterFailed, AdapterNotFound, AdapterChanged
+_ADAPTER_ERRORS = AdapterFailed, AdapterNotFound, AdapterChanged, SourceFailed
 _OVER_THE_WIRE = InvalidRequest, GrammarFailed, *_ADAPTER_ERRORS, Overloaded, Incomplete, DeadlineExceeded, Unhealthy
 _BY_NAME: dict[str, type[LorayError]] = {kind.__name__: kind for kind in _OVER_THE_WIRE}
 
