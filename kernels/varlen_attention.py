@@ -5,12 +5,11 @@ Both take float16 and bfloat16 on GPUs from Ampere on; whatever they refuse, pag
 
 import inspect
 from collections.abc import Callable
-from functools import cache
+from functools import cache, partial
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch.nn.attention.varlen import varlen_attn
 
 from loray.kernels import native
 from loray.kernels.attention import PromptWork, Scoring, attend
@@ -19,8 +18,6 @@ from loray.kernels.choice import uses_triton
 FLASH_ATTN, TORCH_VARLEN, TRITON, PLAIN = "flash-attn", "torch varlen", "triton paged", "torch"
 MAX_HEAD_DIM = 256
 AMPERE = (8, 0)
-# PyTorch 2.11 shares key heads among query heads unasked, 2.12 and later want to be told.
-GQA_OPTION: dict[str, Any] = {"enable_gqa": True} if "enable_gqa" in inspect.signature(varlen_attn).parameters else {}
 
 
 @cache
@@ -30,6 +27,14 @@ def _flash_attn() -> Callable[..., Tensor] | None:
     except (ImportError, OSError):  # absent, or built for another PyTorch
         return None
     return flash_attn_varlen_func
+
+
+@cache
+def _torch_varlen() -> Callable[..., Any]:
+    from torch.nn.attention.varlen import varlen_attn  # brings torch's compiler along: two seconds that a CPU does not need
+
+    # PyTorch 2.11 shares key heads among query heads unasked, 2.12 and later want to be told.
+    return partial(varlen_attn, enable_gqa=True) if "enable_gqa" in inspect.signature(varlen_attn).parameters else varlen_attn
 
 
 @cache
@@ -57,7 +62,7 @@ def varlen_attention(q: Tensor, k: Tensor, v: Tensor, prompts: PromptWork, scori
     if (flash_attn := _flash_attn()) is not None:
         return flash_attn(q, k, v, *sizes, softmax_scale=scoring.scale, causal=True, window_size=window, softcap=scoring.cap)
     assert not scoring.cap, "PyTorch's kernel knows no cap: backend() says who does"
-    out = varlen_attn(q, k, v, *sizes, scale=scoring.scale, window_size=window, **GQA_OPTION)
+    out = _torch_varlen()(q, k, v, *sizes, scale=scoring.scale, window_size=window)
     assert isinstance(out, Tensor), "nothing but the result was asked for"
     return out
 
