@@ -16,14 +16,14 @@ from torch import Tensor
 from loray.kernels.attention import Scoring
 from loray.kernels.choice import IS_INTERPRETED
 from loray.kernels.native_library import IS_ARM, compiled, load
-from loray.kernels.native_tape import Recorded, Tape
+from loray.kernels.native_tape import Recorded, Recording, Tape
 from loray.kernels.paged_kv import PagedKV
 
 logger = logging.getLogger("loray.native")
 
 PAGE_RANK = 8  # as in native.c
 _library: ctypes.CDLL | None = None
-_tape: Tape | None = None  # that records what is called now
+_recording = Recording()
 
 
 def prepare(folder: Path) -> None:
@@ -43,14 +43,12 @@ def serves(device: torch.device, dtype: torch.dtype) -> bool:
 
 def replay_as_one(calls: Callable[[], Tensor]) -> Recorded | None:
     """What these calls do, to be done again: with the same tensors, whatever is in them then. None where torch has a part in it."""
-    global _tape
-    tape = Tape()
-    _tape = tape
+    _recording.tape = tape = Tape()
     try:
         with tape.watched():
             output = calls()
     finally:
-        _tape = None
+        _recording.tape = None
     if not tape.is_whole:
         return None
     assert _library is not None
@@ -59,13 +57,13 @@ def replay_as_one(calls: Callable[[], Tensor]) -> Recorded | None:
 
 def _call(name: str, *arguments: float | None) -> None:
     assert _library is not None, "the caller asks `serves` first"
-    if _tape is not None:
-        _tape.add(name, arguments)
+    if _recording.tape is not None:
+        _recording.tape.add(name, arguments)
     getattr(_library, name)(*arguments)
 
 
 def _empty(*shape: int) -> Tensor:
-    return torch.empty(shape) if _tape is None else _tape.empty(shape)
+    return torch.empty(shape) if _recording.tape is None else _recording.tape.empty(shape)
 
 
 @lru_cache

@@ -5,6 +5,7 @@ last call that reads it.
 """
 
 import struct
+import threading
 from bisect import bisect_right
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -96,6 +97,12 @@ class Tape:
                 row[place] = _word(argument) if kind == "float" else moved(int(argument or 0)) if kind == "pointer" else argument
         first = kept.place + (output.data_ptr() - kept.tensor.data_ptr()) // 4
         return Recorded(arena[first : first + output.numel()].view(output.shape), calls, replay)
+
+
+class Recording(threading.local):
+    """Of each thread its own: one that reads an adapter computes beside the one that records."""
+
+    tape: Tape | None = None
 
 
 class _Watch(TorchDispatchMode):

@@ -1,5 +1,7 @@
 """Recorded calls of native.c: they do what the calls themselves would do, with whatever is in the tensors then."""
 
+import threading
+
 import pytest
 import torch
 from torch import Tensor
@@ -59,7 +61,7 @@ def test_buffers_share_an_arena(backend: str) -> None:
 def test_what_torch_computes_is_noticed(backend: str, spoilt: object) -> None:
     chain, weight = Chain(4), torch.ones(24)
     assert native.replay_as_one(lambda: native.rms_norm(spoilt(chain.run()), weight, 1e-5)) is None  # type: ignore[operator]
-    assert native._tape is None
+    assert native._recording.tape is None
 
 
 @BACKEND
@@ -72,13 +74,28 @@ def test_views_are_fine(backend: str) -> None:
 
 
 @BACKEND
+def test_what_another_thread_calls_meanwhile_is_not_recorded(backend: str) -> None:
+    chain, other = Chain(4), Chain(7)
+
+    def run() -> Tensor:
+        thread = threading.Thread(target=other.run)
+        thread.start()
+        thread.join()
+        return chain.run()
+
+    recorded, alone = native.replay_as_one(run), native.replay_as_one(chain.run)
+    assert recorded is not None and alone is not None
+    assert len(recorded._calls) == len(alone._calls)
+
+
+@BACKEND
 def test_an_error_ends_the_recording(backend: str) -> None:
     def fails() -> Tensor:
         raise ValueError("no")
 
     with pytest.raises(ValueError, match="no"):
         native.replay_as_one(fails)
-    assert native._tape is None
+    assert native._recording.tape is None
 
 
 @pytest.mark.parametrize("seed", range(30))
