@@ -11,6 +11,7 @@ from loray.models.step import Sampling
 from tests.models.conductor import Conductor, Request, prompt_of
 from tests.models.families import FAMILIES, save_family
 
+RECORDED = ("llama", "mistral", "qwen2", "phi3")
 PAGES = {4: [9], 12: [7, 3], 64: [20, 21, 22, 10, 24, 25, 27, 26]}
 
 
@@ -50,12 +51,12 @@ def test_only_so_many_are_kept(conductor: Conductor, monkeypatch: pytest.MonkeyP
     assert conductor.runner._recorded is None or len(conductor.runner._recorded._kept) <= 64
 
 
-@pytest.mark.parametrize("name", [name for name in FAMILIES if name in ("llama", "qwen2", "gpt2", "gemma2")])
+@pytest.mark.parametrize("name", FAMILIES)
 def test_families_that_cannot_be_recorded_are_computed(tmp_path: Path, name: str) -> None:
     saved = save_family(FAMILIES[name], tmp_path)
     conductor = Conductor(saved.base, dtype=torch.float32)
     prompts = [Request(prompt_of(5 + i, seed=i), num_new=6) for i in range(3)]
     found = [output.token_ids for output in conductor.play(prompts)]
-    assert is_recorded(conductor) == (native.has_linear() and name in ("llama", "qwen2"))
+    assert is_recorded(conductor) == (native.has_linear() and name in RECORDED)
     conductor.runner._recorded = None
     assert [output.token_ids for output in conductor.play(prompts)] == found
