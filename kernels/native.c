@@ -41,9 +41,12 @@ static inline float dot(const float *left, const float *right, int64_t size) {
     return (s0 + s1) + (s2 + s3);
 }
 
-// vocabulary.py: the tokens' rows of the table.
-void embed(const int32_t *ids, const float *table, int64_t size, float *out, int64_t tokens) {
-    for (int64_t token = 0; token < tokens; token++) memcpy(out + token * size, table + ids[token] * size, size * sizeof(float));
+// vocabulary.py: the tokens' rows of the table; of an id that has none, its last.
+void embed(const int32_t *ids, const float *table, int64_t rows, int64_t size, float *out, int64_t tokens) {
+    for (int64_t token = 0; token < tokens; token++) {
+        int64_t row = ids[token] >= 0 && ids[token] < rows ? ids[token] : rows - 1;
+        memcpy(out + token * size, table + row * size, size * sizeof(float));
+    }
 }
 
 // rotary.py: the positions' rows of both tables; beyond the end, the last ones.

@@ -7,7 +7,7 @@ import ctypes
 import logging
 import subprocess
 from collections.abc import Callable, Sequence
-from functools import lru_cache
+from functools import cache
 from pathlib import Path
 
 import torch
@@ -41,8 +41,8 @@ def serves(device: torch.device, dtype: torch.dtype) -> bool:
     return _library is not None and device.type == "cpu" and dtype == torch.float32
 
 
-def replay_as_one(calls: Callable[[], Tensor]) -> Recorded | None:
-    """What these calls do, to be done again: with the same tensors, whatever is in them then. None where torch has a part in it."""
+def recorded(calls: Callable[[], Tensor]) -> tuple[Tensor, Recorded | None]:
+    """Their result, and what they do, to be done again with the same tensors, whatever is in them then. None where torch has a part in it."""
     _recording.tape = tape = Tape()
     try:
         with tape.watched():
@@ -50,9 +50,9 @@ def replay_as_one(calls: Callable[[], Tensor]) -> Recorded | None:
     finally:
         _recording.tape = None
     if not tape.is_whole:
-        return None
+        return output, None
     assert _library is not None
-    return tape.recorded(output, _library.replay)
+    return output, tape.recorded(output, _library.replay)
 
 
 def _call(name: str, *arguments: float | None) -> None:
@@ -66,7 +66,7 @@ def _empty(*shape: int) -> Tensor:
     return torch.empty(shape) if _recording.tape is None else _recording.tape.empty(shape)
 
 
-@lru_cache
+@cache
 def _table(numbers: tuple[int, ...]) -> "ctypes.Array[ctypes.c_int64]":
     """Kept, since a recorded call reads it later."""
     return (ctypes.c_int64 * len(numbers))(*numbers)
@@ -76,13 +76,13 @@ def embed(ids: Tensor, table: Tensor) -> Tensor:
     """The ids' rows. ids [num_tokens] int32, table [ids, size]."""
     assert ids.dtype == torch.int32 and ids.is_contiguous() and table.is_contiguous()
     out = _empty(len(ids), table.shape[1])
-    _call("embed", ids.data_ptr(), table.data_ptr(), table.shape[1], out.data_ptr(), len(ids))
+    _call("embed", ids.data_ptr(), table.data_ptr(), *table.shape, out.data_ptr(), len(ids))
     return out
 
 
 def take_angles(positions: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
     """The positions' rows of both, [num_tokens, 1, rotary_dim] each. positions [num_tokens] int64; cos and sin [positions, rotary_dim]."""
-    assert positions.is_contiguous() and cos.is_contiguous() and sin.is_contiguous()
+    assert positions.dtype == torch.int64 and positions.is_contiguous() and cos.is_contiguous() and sin.is_contiguous()
     found = _empty(len(positions), 1, cos.shape[1]), _empty(len(positions), 1, cos.shape[1])
     _call(
         "take_angles",
@@ -114,6 +114,7 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float, out: Tensor | None = None, a
     """As norm.py has it; with `added`, x += scale * added in place before. x [num_tokens, size]."""
     out = _empty(*x.shape) if out is None else out
     assert x.stride(1) == 1 and out.stride(1) == 1 and weight.is_contiguous(), "rows are contiguous"
+    assert added is None or added.stride(1) == 1, "rows are contiguous"
     more = (None, 0) if added is None else (added.data_ptr(), added.stride(0))
     _call("rms_norm", x.data_ptr(), x.stride(0), *more, scale, weight.data_ptr(), eps, out.data_ptr(), out.stride(0), *x.shape)
     return out

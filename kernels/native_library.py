@@ -51,7 +51,7 @@ def compiled(folder: Path) -> Path:
     compiler = os.environ.get("CC", "cc")
     native = "-mcpu=native" if IS_ARM else "-march=native"
     version, features = _run(compiler, "--version"), _run(compiler, native, "-dM", "-E", "-x", "c", os.devnull)
-    source = _replay_source() + "".join(path.read_text() for path in SOURCES)
+    source = "".join((_replay_source(), *EXACT_FLAGS, *(path.read_text() for path in SOURCES)))
     made = folder / f"{hashlib.sha256((source + version + features).encode()).hexdigest()[:16]}.so"
     if not made.exists():
         folder.mkdir(parents=True, exist_ok=True)

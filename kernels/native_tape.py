@@ -82,7 +82,7 @@ class Tape:
                     buffer.first_call = number if buffer.first_call < 0 else buffer.first_call
                     buffer.last_call = number
         kept = buffer_of(output.data_ptr())
-        assert kept is not None, "the output is one of the calls'"
+        assert kept is not None and output.is_contiguous(), "the output is one of the calls', and whole"
         kept.last_call = len(self._calls)
         arena = torch.empty(_arrange(buffers))
 
@@ -106,7 +106,7 @@ class Recording(threading.local):
 
 
 class _Watch(TorchDispatchMode):
-    """Notices what torch computes: all but views, and buffers that the tape knows of."""
+    """Notices what torch computes: all but views and buffers that the tape knows of. Of what comes from numpy torch tells nothing."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -77,7 +77,7 @@ def read_rank_adapter(folder: Path, spec: AdapterSpec, targets: Mapping[str, Tar
         for path, name in spec.copies.items():
             _check_copy(tensors[name], name, targets[path].layer)
         vectors = dict(_vectors(tensors, spec, targets))
-        _check_finite(values, views, max_elements)
+        _check_finite(values, views, vectors, max_elements)
     except (OSError, KeyError, RuntimeError, ValueError) as error:  # also: another file than the one just checked
         raise AdapterError(f"adapter {folder.name!r}: {WEIGHTS_FILE} cannot be read: {error}") from error
     except AdapterError as error:
@@ -85,10 +85,15 @@ def read_rank_adapter(folder: Path, spec: AdapterSpec, targets: Mapping[str, Tar
     return RankAdapter(spec, values, shapes, vectors, dict(_squares(spec, views, targets)))
 
 
-def _check_finite(values: Tensor, views: Mapping[tuple[str, str], Tensor], max_elements: int) -> None:
-    if not all(part.isfinite().all() for part in values.split(max(max_elements, 1))):
-        path = next(path for (path, _), view in views.items() if not view.isfinite().all())
-        raise AdapterError(f"{path} has numbers that are not finite")
+def _check_finite(
+    values: Tensor, views: Mapping[tuple[str, str], Tensor], vectors: Mapping[tuple[str, Vector], Tensor], max_elements: int
+) -> None:
+    """values: all of the views at once, which is quicker."""
+    are_finite = all(part.isfinite().all() for part in values.split(max(max_elements, 1)))
+    suspects = [*([] if are_finite else views.items()), *vectors.items()]
+    for (path, _), tensor in suspects:
+        if not tensor.isfinite().all():
+            raise AdapterError(f"{path} has numbers that are not finite")
 
 
 def _shapes(spec: AdapterSpec, targets: Mapping[str, Target]) -> Iterator[tuple[tuple[str, str], tuple[int, int]]]:

@@ -33,19 +33,23 @@ class RecordedDecodes:
         if key is None:
             return self._hidden(batch)
         if key not in self._kept:
-            fixed = _fixed(batch, key, self._max_blocks)
-            recorded = native.replay_as_one(lambda: self._hidden(fixed))
-            if recorded is None:
-                self._is_possible = False
-                return self._hidden(batch)
-            self._kept[key] = fixed, recorded
-            if len(self._kept) > MAX_KEPT:
-                self._kept.popitem(last=False)
+            return self._record(key, batch)
         self._kept.move_to_end(key)
         fixed, recorded = self._kept[key]
         _fill(fixed, batch)
         recorded.replay()
         return recorded.output
+
+    def _record(self, key: Key, batch: Batch) -> Tensor:
+        fixed = _fixed(batch, key, self._max_blocks)
+        output, recorded = native.recorded(lambda: self._hidden(fixed))
+        if recorded is None:
+            self._is_possible = False
+        else:
+            self._kept[key] = fixed, recorded
+            if len(self._kept) > MAX_KEPT:
+                self._kept.popitem(last=False)
+        return output
 
     def _key(self, batch: Batch) -> Key | None:
         """None = not to be recorded."""

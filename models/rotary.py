@@ -27,17 +27,14 @@ class RotaryEmbedding(nn.Module):
         inv_freq, self.scaling = _frequencies(config, rotary_dim, max_total_tokens, layer_kind)
         self.register_buffer("inv_freq", inv_freq.to(torch.get_default_device(), torch.float32), persistent=False)
         self.dtype = torch.get_default_dtype()
-        self._num_positions = max_total_tokens
-        self._tables: tuple[Tensor, Tensor] | None = None  # of all positions, where native.c takes from them: [positions, rotary_dim] each
+        self._tables: tuple[Tensor, Tensor] | None = None  # where native.c takes from them: of all positions, [positions, rotary_dim] each
+        if native.serves(torch.get_default_device(), self.dtype):
+            cos, sin = self._angles(torch.arange(max_total_tokens))
+            self._tables = cos.squeeze(1), sin.squeeze(1)
 
     def forward(self, positions: Tensor) -> tuple[Tensor, Tensor]:
         """[num_tokens] -> cos and sin, [num_tokens, 1, rotary_dim] each, as `rotate` wants them."""
-        if not native.serves(positions.device, self.dtype):
-            return self._angles(positions)
-        if self._tables is None:
-            cos, sin = self._angles(torch.arange(self._num_positions))
-            self._tables = cos.squeeze(1), sin.squeeze(1)
-        return native.take_angles(positions, *self._tables)
+        return self._angles(positions) if self._tables is None else native.take_angles(positions, *self._tables)
 
     def _angles(self, positions: Tensor) -> tuple[Tensor, Tensor]:
         angles = positions[:, None, None].float() * self.inv_freq

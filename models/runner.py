@@ -137,7 +137,7 @@ class Runner:
             self._kv_cache = cache = self._make_cache(num_blocks, scales)
             if self._device.type == "cuda" and self._table:
                 self._graphs = self._captured(self._table, has_lora=num_pages > 0)
-            elif native.serves(self._device, self._dtype):
+            elif native.has_linear() and native.serves(self._device, self._dtype) and self._parallel.world_size == 1:
                 self._recorded = RecordedDecodes(lambda batch: self._model.hidden(batch, cache.layers), self._slots.block_table.shape[1])
         except RuntimeError as error:
             if not is_out_of_memory(error):
@@ -145,7 +145,7 @@ class Runner:
             is_full = True
         is_full = self._parallel.any_rank([is_full], self._device)[0]
         if is_full:
-            self._kv_cache = self._graphs = None
+            self._kv_cache = self._graphs = self._recorded = None
             release(self._device)
         return not is_full
 

@@ -38,7 +38,9 @@ def test_each_token_gets_the_product_of_its_own_ranks(backend: str, mix: str, in
 
 @BACKEND
 @pytest.mark.parametrize("lens", [[1], [5, 0, 33, 16], [700] * 9, [1, 2, 3, 4, 5]], ids=str)
-@pytest.mark.parametrize(("num_heads", "num_kv_heads", "head_dim"), [(9, 3, 64), (1, 1, 5), (8, 8, 80), (12, 1, 256)])
+@pytest.mark.parametrize(
+    ("num_heads", "num_kv_heads", "head_dim"), [(9, 3, 64), (1, 1, 5), (8, 8, 80), (12, 1, 256), (20, 2, 128), (4, 2, 192)]
+)
 @pytest.mark.parametrize("scoring", [Scoring(0.125), Scoring(0.3, window=7), Scoring(1.0, window=600, cap=5.0)], ids=str)
 def test_a_query_weighs_the_keys_of_its_own_sequence(
     backend: str, lens: list[int], num_heads: int, num_kv_heads: int, head_dim: int, scoring: Scoring

@@ -34,7 +34,7 @@ class Chain:
 @pytest.mark.parametrize("num_tokens", [1, 2, 7, 16])
 def test_a_replay_does_what_the_calls_do_with_other_inputs(backend: str, num_tokens: int) -> None:
     chain = Chain(num_tokens)
-    recorded = native.replay_as_one(chain.run)
+    _, recorded = native.recorded(chain.run)
     assert recorded is not None
     for first in (0, 3, 30):
         chain.ids.copy_(torch.arange(first, first + num_tokens))
@@ -47,7 +47,7 @@ def test_a_replay_does_what_the_calls_do_with_other_inputs(backend: str, num_tok
 @BACKEND
 def test_buffers_share_an_arena(backend: str) -> None:
     chain = Chain(16)
-    recorded = native.replay_as_one(chain.run)
+    _, recorded = native.recorded(chain.run)
     assert recorded is not None
     assert recorded.output.untyped_storage().nbytes() <= 4 * 4 * 16 * 24  # four at once, of the sixteen that there were
 
@@ -60,14 +60,14 @@ def test_buffers_share_an_arena(backend: str) -> None:
 )
 def test_what_torch_computes_is_noticed(backend: str, spoilt: object) -> None:
     chain, weight = Chain(4), torch.ones(24)
-    assert native.replay_as_one(lambda: native.rms_norm(spoilt(chain.run()), weight, 1e-5)) is None  # type: ignore[operator]
+    assert native.recorded(lambda: native.rms_norm(spoilt(chain.run()), weight, 1e-5))[1] is None  # type: ignore[operator]
     assert native._recording.tape is None
 
 
 @BACKEND
 def test_views_are_fine(backend: str) -> None:
     chain, weight = Chain(4), torch.ones(24)
-    recorded = native.replay_as_one(lambda: native.rms_norm(chain.run().view(2, -1)[:, :24][1:], weight, 1e-5))
+    _, recorded = native.recorded(lambda: native.rms_norm(chain.run().view(2, -1)[:, :24][1:], weight, 1e-5))
     assert recorded is not None
     recorded.replay()
     torch.testing.assert_close(recorded.output, native.rms_norm(chain.run()[2:3], weight, 1e-5), rtol=0, atol=0)
@@ -83,7 +83,7 @@ def test_what_another_thread_calls_meanwhile_is_not_recorded(backend: str) -> No
         thread.join()
         return chain.run()
 
-    recorded, alone = native.replay_as_one(run), native.replay_as_one(chain.run)
+    recorded, alone = native.recorded(run)[1], native.recorded(chain.run)[1]
     assert recorded is not None and alone is not None
     assert len(recorded._calls) == len(alone._calls)
 
@@ -94,7 +94,7 @@ def test_an_error_ends_the_recording(backend: str) -> None:
         raise ValueError("no")
 
     with pytest.raises(ValueError, match="no"):
-        native.replay_as_one(fails)
+        native.recorded(fails)
     assert native._recording.tape is None
 
 
@@ -119,3 +119,11 @@ def test_no_two_buffers_in_use_overlap(seed: int) -> None:
 
 def test_a_tape_without_calls_is_whole() -> None:
     assert Tape().is_whole
+
+
+@BACKEND
+def test_rows_beyond_a_table_are_its_last(backend: str) -> None:
+    table = torch.randn(5, 3)
+    assert native.embed(torch.tensor([0, 4, 5, -1, 900], dtype=torch.int32), table).equal(table[[0, 4, 4, 4, 4]])
+    cos, sin = native.take_angles(torch.tensor([4, 5, 0]), table, 2 * table)
+    assert cos.squeeze(1).equal(table[[4, 4, 0]]) and sin.squeeze(1).equal(2 * table[[4, 4, 0]])
