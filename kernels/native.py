@@ -42,7 +42,7 @@ def serves(device: torch.device, dtype: torch.dtype) -> bool:
 
 
 def recorded(calls: Callable[[], Tensor]) -> tuple[Tensor, Recorded | None]:
-    """Their result, and what they do, to be done again with the same tensors, whatever is in them then. None where torch has a part in it."""
+    """Their result, and what they do, to be done again with the same tensors, whatever is in them then. None if torch has a part in it."""
     _recording.tape = tape = Tape()
     try:
         with tape.watched():
