@@ -3,14 +3,13 @@
 Alone, a token is faster with the matrix as it is; so both are kept, unless memory is short.
 """
 
-from pathlib import Path
-
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from loray.kernels.free_memory import leaves_room
+
 HAS_ACL = torch.backends.mkldnn.is_available() and bool(torch.ops.mkldnn._is_mkldnn_acl_supported())
-LEFT_SHARE = 0.5  # of the machine's memory that copies leave free
 
 
 class AclMatrix:
@@ -31,10 +30,4 @@ def pack_acl(weight: Tensor) -> AclMatrix | None:
     """None where it can't be had or does not fit."""
     if not HAS_ACL or weight.device.type != "cpu" or weight.dtype != torch.float32 or weight.numel() == 0:
         return None
-    return AclMatrix(weight) if _fits(weight.nbytes) else None
-
-
-def _fits(num_bytes: int) -> bool:
-    lines = (line.split() for line in Path("/proc/meminfo").read_text().splitlines())
-    sizes = {name: int(kilobytes) * 1024 for name, kilobytes, *_ in lines}
-    return sizes["MemAvailable:"] - num_bytes > LEFT_SHARE * sizes["MemTotal:"]
+    return AclMatrix(weight) if leaves_room(weight.nbytes) else None

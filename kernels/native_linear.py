@@ -3,17 +3,15 @@
 Once in float32, and for a token alone once more in float16, unless that would change a number or memory is short.
 """
 
-from pathlib import Path
-
 import torch
 from torch import Tensor
 
 from loray.kernels import native
+from loray.kernels.free_memory import leaves_room
 
 LANES = 4
 OUTPUTS_AT_ONCE = 16
 ROWS_AT_ONCE = 1 << 12  # while they are laid out, which copies them
-LEFT_SHARE = 0.5  # of the machine's memory that copies in float16 leave free
 
 
 class NativeMatrix:
@@ -22,7 +20,7 @@ class NativeMatrix:
     def __init__(self, weight: Tensor) -> None:
         self._outputs, self._inputs = weight.shape
         self._groups = _groups(weight, torch.float32)
-        self._half = _groups(weight, torch.float16) if _is_exact(weight) and _fits(weight.nbytes // 2) else None
+        self._half = _groups(weight, torch.float16) if _is_exact(weight) and leaves_room(weight.nbytes // 2) else None
 
     def __call__(self, x: Tensor) -> Tensor:
         """x W^T: [num_tokens, in] -> [num_tokens, out]"""
@@ -60,9 +58,3 @@ def _is_exact(weight: Tensor) -> bool:
         for rows in weight.split(ROWS_AT_ONCE)
         for low, high in [rows.aminmax()]
     )
-
-
-def _fits(num_bytes: int) -> bool:
-    lines = (line.split() for line in Path("/proc/meminfo").read_text().splitlines())
-    sizes = {name: int(kilobytes) * 1024 for name, kilobytes, *_ in lines}
-    return sizes["MemAvailable:"] - num_bytes > LEFT_SHARE * sizes["MemTotal:"]

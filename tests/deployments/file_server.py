@@ -46,6 +46,19 @@ class Handler(BaseHTTPRequestHandler):
         pass
 
 
+class Hold:
+    """A rule: a download stops when it has come (`held` is set) until it is let go (`released` is)."""
+
+    def __init__(self) -> None:
+        self.held, self.released = threading.Event(), threading.Event()
+
+    def __call__(self, handler: Handler) -> bool:
+        if handler.command == "GET":
+            self.held.set()
+            self.released.wait(60)
+        return False
+
+
 class CutOnce:
     """A rule: the first download breaks off in the middle."""
 

@@ -15,7 +15,7 @@ from loray.deployments.config import AdapterArgs
 from loray.deployments.errors import AdapterFailed, AdapterNotFound, InvalidRequest, SourceFailed
 from loray.deployments.request import AdapterRef, MergeRecipe
 from loray.models.merging import MergeMethod, merge_adapters
-from tests.deployments.file_server import FileServer, Handler, HubServer
+from tests.deployments.file_server import FileServer, Handler, Hold, HubServer
 from tests.deployments.peft_folder import SHAPES, save_folder
 
 WEIGHTS = "adapter_model.safetensors"
@@ -42,16 +42,8 @@ class World:
 
     def hold(self, name: str) -> tuple[threading.Event, threading.Event]:
         """The weights' download stops: when it has come (the first event) until it is let go (the second)."""
-        held, released = threading.Event(), threading.Event()
-
-        def rule(handler: Handler) -> bool:
-            if handler.command == "GET":
-                held.set()
-                released.wait(60)
-            return False
-
-        self.web.rules[f"/{name}/{WEIGHTS}"] = rule
-        return held, released
+        self.web.rules[f"/{name}/{WEIGHTS}"] = hold = Hold()
+        return hold.held, hold.released
 
     def close(self) -> None:
         self.hub.close()
@@ -218,15 +210,7 @@ def test_what_fails_for_one_token_is_asked_for_with_another(world: World) -> Non
 
 
 def test_what_is_removed_while_it_is_downloaded_does_not_stay(world: World) -> None:
-    held, released = threading.Event(), threading.Event()
-
-    def hold(handler: Handler) -> bool:
-        if handler.command == "GET":
-            held.set()
-            released.wait(60)
-        return False
-
-    world.web.rules[f"/small/{WEIGHTS}"] = hold
+    held, released = world.hold("small")
     store, ref = world.store(), world.on_web("small")
     with ThreadPoolExecutor(2) as threads:
         found = threads.submit(store.find, ref)
@@ -543,21 +527,13 @@ def test_equal_files_that_became_public_are_after_a_reload_for_everybody(world: 
 
 def test_who_waits_for_the_download_of_another_needs_a_token_of_his_own(world: World) -> None:
     world.hub.readers["org/small"] = {"hf_one"}
-    held, released = threading.Event(), threading.Event()
-
-    def hold(handler: Handler) -> bool:
-        if handler.command == "GET":
-            held.set()
-            released.wait(60)
-        return False
-
-    world.hub.rules[f"/org/small/resolve/{world.hub.commit('org/small')}/{WEIGHTS}"] = hold
+    world.hub.rules[f"/org/small/resolve/{world.hub.commit('org/small')}/{WEIGHTS}"] = hold = Hold()
     store = world.store()
     with ThreadPoolExecutor(2) as threads:
         good = threads.submit(store.find, with_token("hf_one"))
-        assert held.wait(60)
+        assert hold.held.wait(60)
         bad = threads.submit(store.find, with_token("hf_bad"))
-        released.set()
+        hold.released.set()
         assert good.result(60).num_pages == 1
         with pytest.raises(AdapterNotFound):
             bad.result(60)

@@ -14,7 +14,7 @@ from loray.deployments import url_source
 from loray.deployments.adapter_sources import Place
 from loray.deployments.errors import AdapterFailed, AdapterNotFound
 from loray.deployments.url_source import UrlSource
-from tests.deployments.file_server import CutOnce, FileServer, Handler, Spoil
+from tests.deployments.file_server import CutOnce, FileServer, Handler, Hold, Spoil
 from tests.deployments.peft_folder import save_folder
 
 WEIGHTS = "adapter_model.safetensors"
@@ -269,20 +269,12 @@ def test_a_source_whose_library_is_not_installed_says_which_extra_brings_it(monk
 def test_a_slow_download_does_not_delay_another(tmp_path: Path, server: FileServer) -> None:
     save_folder(tmp_path / "served" / "good" / "slow", rank=4)
     source = UrlSource([server.url], {})
-    held, released = threading.Event(), threading.Event()
-
-    def hold(handler: Handler) -> bool:
-        if handler.command == "GET":
-            held.set()
-            released.wait(60)
-        return False
-
-    server.rules[f"/good/slow/{WEIGHTS}"] = hold
+    server.rules[f"/good/slow/{WEIGHTS}"] = hold = Hold()
     slow = threading.Thread(target=fetched, args=(source, at(f"{server.url}/good/slow"), tmp_path / "slow"))
     slow.start()
-    assert held.wait(60)
+    assert hold.held.wait(60)
     fetched(source, at(f"{server.url}/good/small"), tmp_path / "out")
     assert not (tmp_path / "slow" / WEIGHTS).exists() or (tmp_path / "slow" / WEIGHTS).stat().st_size == 0
-    released.set()
+    hold.released.set()
     slow.join(60)
     assert contents(tmp_path / "slow") == contents(tmp_path / "served" / "good" / "slow")

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from loray.kernels import native, native_linear
+from loray.kernels import free_memory, native
 from loray.kernels.native_linear import pack_native
 from tests.kernels.triton_marks import framed, is_whole
 
@@ -68,7 +68,7 @@ def test_nothing_is_written_beside_the_answer(backend: str, num_tokens: int) -> 
 
 @BACKEND
 def test_without_room_there_is_no_second_copy(backend: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(native_linear, "LEFT_SHARE", 1.0)
+    monkeypatch.setattr(free_memory, "LEFT_SHARE", 1.0)
     weight = torch.randn(20, 8).half().float()
     packed = pack_native(weight)
     if packed is not None:
