@@ -6,6 +6,8 @@ divided by 128, as the peer's script measures it. Makes model and adapters in th
 
 import argparse
 import json
+import random
+import threading
 import time
 from pathlib import Path
 
@@ -55,16 +57,27 @@ class Bench:
         raise RuntimeError(reason)
 
     def generate(self, adapters: list[str], num_rows: int, num_prompt: int, num_new: int) -> float:
-        """Seconds until all are through. Prompts are new every time, so that none is found in the prefix cache."""
+        """Seconds until all are through. They come at once, as the peer's script hands them over: the engine is held until the last is there.
+        Prompts are new every time, so that none is found in the prefix cache."""
         self._num_runs += 1
+        numbers = random.Random(self._num_runs)
         found = [self.files.find(name) for name in adapters]
-        started = time.perf_counter()
-        for row in range(num_rows):
-            prompt = [(7 * row + token + 1000 * self._num_runs) % 30000 + 100 for token in range(num_prompt)]
-            request = GenerationRequest(
-                request_id=str(row), prompt_ids=prompt, max_new_tokens=num_new, sampling=Sampling(), ignore_eos=True
+        requests = [
+            GenerationRequest(
+                request_id=str(row),
+                prompt_ids=[numbers.randrange(100, 30000) for _ in range(num_prompt)],
+                max_new_tokens=num_new,
+                sampling=Sampling(),
+                ignore_eos=True,
             )
+            for row in range(num_rows)
+        ]
+        is_there = threading.Event()
+        started = time.perf_counter()
+        self.engine.call(lambda tiers: is_there.wait())
+        for row, request in enumerate(requests):
             self.engine.submit(request, found[row % len(found)] if found else None, self.address, lambda ending: None)
+        is_there.set()
         num_open = num_rows
         while num_open:
             for event in msgspec.msgpack.decode(self.socket.recv(), type=list[TokenEvent]):
@@ -81,7 +94,7 @@ class Bench:
     def prefill_ms(self, names: list[str], num_rows: int) -> float:
         """Of 8,192 tokens in so many prompts."""
         size = PREFILL_TOKENS // num_rows
-        return 1000 * min(self.generate(names, num_rows, size, 1) for _ in range(10))  # they do not always get into the same steps
+        return 1000 * min(self.generate(names, num_rows, size, 1) for _ in range(10))
 
     def stop(self) -> None:
         self.group.stop()

@@ -6,6 +6,7 @@ from torch import Tensor
 
 from loray.kernels import native
 from loray.kernels.delta import Parted
+from loray.kernels.lora import LONG_BLOCK, LoraPages, LoraSegments, LoraWork, add_lora
 
 # transformers' and torch's classes -> what the kernel calls them
 KERNEL_NAMES = {
@@ -27,3 +28,14 @@ def gate(act: Callable[[Tensor], Tensor], gate_up: Parted) -> Tensor:  # [num_to
         return native.silu_gate(gate_up.joined())
     gated, up = gate_up.joined().chunk(2, dim=-1)
     return act(gated).mul_(up)
+
+
+def gate_updated(act: Callable[[Tensor], Tensor], y: Tensor, x: Tensor, pages: LoraPages, work: LoraWork) -> Tensor:
+    """The gate of y + what LoRA adds to it, of x; y is anything afterwards. [num_tokens, intermediate]"""
+    name = KERNEL_NAMES.get(type(act).__name__)
+    if y.is_cuda and name is not None and isinstance(work, LoraSegments) and work.block_tokens == LONG_BLOCK:
+        from loray.kernels.lora_gate_triton import gate_updated as on_gpu  # needs Triton, which a machine without a GPU may lack
+
+        return on_gpu(name, y, x, pages, work)
+    add_lora(y, x, pages, work)
+    return gate(act, Parted(y))

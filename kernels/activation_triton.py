@@ -34,7 +34,7 @@ def gate(name: str, gate_up: Parted) -> Tensor:
 
 
 @triton.jit
-def _activated(x, NAME: tl.constexpr):  # type: ignore[no-untyped-def]
+def activated(x, NAME: tl.constexpr):  # type: ignore[no-untyped-def]
     """float32 -> float32"""
     if NAME == "silu":
         result = x / (1.0 + tl.exp(-x))
@@ -68,5 +68,5 @@ def _gate_kernel(  # type: ignore[no-untyped-def]
     gate_offset, delta_offset = token * stride + column, token * delta_stride + column
     gated = load_updated(gate_up, gate_offset, delta, delta_offset, has_delta, token, is_column, HAS_DELTA)
     up = load_updated(gate_up, gate_offset + SIZE, delta, delta_offset + SIZE, has_delta, token, is_column, HAS_DELTA)
-    activated = _activated(gated, NAME).to(out.dtype.element_ty).to(tl.float32)
-    tl.store(out + token * SIZE + column, (activated * up).to(out.dtype.element_ty), mask=is_column)
+    gated = activated(gated, NAME).to(out.dtype.element_ty).to(tl.float32)
+    tl.store(out + token * SIZE + column, (gated * up).to(out.dtype.element_ty), mask=is_column)

@@ -46,11 +46,13 @@ class LoraGroup:
 
 @dataclass(frozen=True, slots=True)
 class LoraSegments:
-    """Neighbouring tokens of one adapter, cut into blocks, and the adapters' pages, one adapter's after another's."""
+    """Neighbouring tokens of one adapter, cut into blocks, and the adapters' pages, one adapter's after another's.
+
+    Long blocks have every token, those of the base model with no pages; short ones the adapters' alone."""
 
     blocks: Tensor  # [num_blocks, 4] int32: first token, number of tokens (0 = none), first place in page_ids, number of pages
     page_ids: Tensor  # [pages of all adapters] int32
-    is_updated: Tensor  # [num_tokens] int32: 1 for the tokens of the blocks
+    is_updated: Tensor  # [num_tokens] int32: 1 for the tokens of adapters
     block_tokens: int  # the most tokens of a block: SHORT_BLOCK or LONG_BLOCK
     max_pages: int  # of one adapter
     page_rank: int  # ranks of a page

@@ -20,6 +20,7 @@ COLUMNS_AT_ONCE = 256
 # Few tokens leave most of the GPU idle and each program waiting for memory, so several share the inputs.
 MIN_SPLIT_INPUTS, MAX_SPLITS = 1024, 8
 SHORT_WARPS, LONG_WARPS = 2, 4  # of a program, by the tokens of its block
+LONG_PROGRAMS = 1024  # of long blocks: each takes several tiles of columns, and looks its ranks up once
 MAX_PROJECTIONS = 3
 
 
@@ -29,17 +30,17 @@ def add_lora_segments(y: Tensor, x: Tensor, pages: LoraPages, segments: LoraSegm
     x [num_tokens, in], y [num_tokens, sum(widths)], in place.
     """
     if pages.a.shape[2] and len(segments.blocks):
-        _expand(y, _shrink(x, pages.a, segments), pages, segments, is_added=True)
+        _expand(y, shrink(x, pages.a, segments), pages, segments, is_added=True)
 
 
 def lora_update(x: Tensor, pages: LoraPages, segments: LoraSegments) -> Tensor:
     """[num_tokens, sum(widths)]: what add_lora_segments would add to the tokens of the blocks; anything at the others."""
     update = torch.empty(len(x), pages.b.shape[1], dtype=x.dtype, device=x.device)
-    _expand(update, _shrink(x, pages.a, segments), pages, segments, is_added=False)
+    _expand(update, shrink(x, pages.a, segments), pages, segments, is_added=False)
     return update
 
 
-def _shrink(x: Tensor, a: Tensor, segments: LoraSegments) -> Tensor:
+def shrink(x: Tensor, a: Tensor, segments: LoraSegments) -> Tensor:
     """[splits, projections, num_tokens, ranks] float32: x a^T, in parts over the inputs that are still to be summed."""
     num_projections, _, num_inputs = a.shape
     assert x.stride(1) == 1 and a.is_contiguous(), "rows are contiguous"
@@ -55,7 +56,7 @@ def _shrink(x: Tensor, a: Tensor, segments: LoraSegments) -> Tensor:
         BLOCK_K=INPUTS_AT_ONCE if is_short else INPUTS_AT_ONCE // 2,
         SPLIT_K=triton.cdiv(triton.cdiv(num_inputs, num_splits), INPUTS_AT_ONCE) * INPUTS_AT_ONCE,
         RANK_PROGRAMS=grid[2],
-        **_shape(x, segments),
+        **shape(x, segments),
     )
     return shrunk
 
@@ -64,18 +65,21 @@ def _expand(y: Tensor, shrunk: Tensor, pages: LoraPages, segments: LoraSegments,
     b, widths = pages.b, pages.widths
     assert y.stride(1) == 1 and b.is_contiguous() and len(widths) <= MAX_PROJECTIONS, "rows are contiguous"
     num_tiles = sum(triton.cdiv(width, COLUMNS_AT_ONCE) for width in widths)
-    _expand_kernel[(len(segments.blocks), num_tiles)](
+    is_looped = segments.block_tokens != SHORT_BLOCK
+    num_programs = min(num_tiles, triton.cdiv(LONG_PROGRAMS, len(segments.blocks))) if is_looped else num_tiles
+    _expand_kernel[(len(segments.blocks), num_programs)](
         *(shrunk, b, y, segments.blocks, segments.page_ids),
-        *(*widths, *([0] * (MAX_PROJECTIONS - len(widths)))),
+        *(*widths, *([0] * (MAX_PROJECTIONS - len(widths))), num_tiles),
         *(*shrunk.stride()[:3], b.stride(0), y.stride(0)),
         BLOCK_C=COLUMNS_AT_ONCE,
         NUM_SPLITS=len(shrunk),
         IS_ADDED=is_added,
-        **_shape(y, segments),
+        IS_LOOPED=is_looped,
+        **shape(y, segments),
     )
 
 
-def _shape(x: Tensor, segments: LoraSegments) -> dict[str, Any]:
+def shape(x: Tensor, segments: LoraSegments) -> dict[str, Any]:
     return {
         "BLOCK_T": segments.block_tokens,
         "BLOCK_R": RANKS_AT_ONCE,
@@ -146,12 +150,54 @@ def _shrink_kernel(  # type: ignore[no-untyped-def]
 
 
 @triton.jit
-def _expand_kernel(  # type: ignore[no-untyped-def]
+def update_of(  # type: ignore[no-untyped-def]
+    shrunk,
+    b,
+    page_ids,
+    first_page,
+    num_pages,
+    token,
+    is_token,
+    column,
+    is_column,
+    split_stride,
+    token_stride,
+    b_stride,
+    NUM_SPLITS: tl.constexpr,
+    BLOCK_T: tl.constexpr,
+    BLOCK_R: tl.constexpr,
+    BLOCK_C: tl.constexpr,
+    PAGE: tl.constexpr,
+    PRECISION: tl.constexpr,
+):
+    """[BLOCK_T, BLOCK_C] float32: what LoRA adds to these tokens' columns. shrunk: of the columns' projection."""
+    total = tl.zeros((BLOCK_T, BLOCK_C), dtype=tl.float32)
+    for rank_block in range(0, tl.cdiv(num_pages * PAGE, BLOCK_R)):
+        row, is_rank = _rank_rows(page_ids, first_page, num_pages, rank_block, BLOCK_R, PAGE)
+        rank = rank_block * BLOCK_R + tl.arange(0, BLOCK_R)
+        left = tl.zeros((BLOCK_T, BLOCK_R), dtype=tl.float32)
+        for split in tl.static_range(NUM_SPLITS):
+            left += tl.load(
+                shrunk + split * split_stride + token[:, None] * token_stride + rank[None, :],
+                mask=is_token[:, None] & is_rank[None, :],
+                other=0.0,
+            )
+        right = tl.load(b + row[:, None] * b_stride + column[None, :], mask=is_rank[:, None] & is_column[None, :], other=0.0)
+        total = tl.dot(left.to(right.dtype), right, total, input_precision=PRECISION)
+    return total
+
+
+@triton.jit
+def _expand_tile(  # type: ignore[no-untyped-def]
+    tile,
     shrunk,
     b,
     y,
-    blocks,
     page_ids,
+    first_page,
+    num_pages,
+    token,
+    is_token,
     width_0,
     width_1,
     width_2,
@@ -168,13 +214,6 @@ def _expand_kernel(  # type: ignore[no-untyped-def]
     PAGE: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
-    """y[t, c] (+)= shrunk[projection of c, t] . b[rows of t's ranks, c] for the tokens of one block and BLOCK_C columns of a projection."""
-    wait_for_earlier()
-    block, tile = tl.program_id(0), tl.program_id(1)
-    first_token, num_tokens = tl.load(blocks + block * 4), tl.load(blocks + block * 4 + 1)
-    first_page, num_pages = tl.load(blocks + block * 4 + 2), tl.load(blocks + block * 4 + 3)
-    if num_tokens == 0:
-        return
     projection, first_column, end = 0, tile * BLOCK_C, width_0
     if tile >= tl.cdiv(width_0, BLOCK_C):
         tile -= tl.cdiv(width_0, BLOCK_C)
@@ -184,24 +223,64 @@ def _expand_kernel(  # type: ignore[no-untyped-def]
             projection, first_column, end = 2, width_0 + width_1 + tile * BLOCK_C, width_0 + width_1 + width_2
     column = first_column + tl.arange(0, BLOCK_C)
     is_column = column < end
-    token = tl.arange(0, BLOCK_T)
-    is_token = token < num_tokens
-    token = (first_token + token).to(tl.int64)
     is_here = is_token[:, None] & is_column[None, :]
-    total = tl.zeros((BLOCK_T, BLOCK_C), dtype=tl.float32)
-    for rank_block in range(0, tl.cdiv(num_pages * PAGE, BLOCK_R)):
-        row, is_rank = _rank_rows(page_ids, first_page, num_pages, rank_block, BLOCK_R, PAGE)
-        rank = rank_block * BLOCK_R + tl.arange(0, BLOCK_R)
-        left = tl.zeros((BLOCK_T, BLOCK_R), dtype=tl.float32)
-        for split in tl.static_range(NUM_SPLITS):
-            left += tl.load(
-                shrunk + split * split_stride + projection * projection_stride + token[:, None] * token_stride + rank[None, :],
-                mask=is_token[:, None] & is_rank[None, :],
-                other=0.0,
-            )
-        right = tl.load(b + row[:, None] * b_stride + column[None, :], mask=is_rank[:, None] & is_column[None, :], other=0.0)
-        total = tl.dot(left.to(right.dtype), right, total, input_precision=PRECISION)
+    shrunk += projection * projection_stride
+    total = update_of(
+        shrunk, b, page_ids, first_page, num_pages, token, is_token, column, is_column, split_stride, token_stride, b_stride,
+        NUM_SPLITS, BLOCK_T, BLOCK_R, BLOCK_C, PAGE, PRECISION,
+    )  # fmt: skip
     place = y + token[:, None] * y_stride + column[None, :]
     if IS_ADDED:
         total += tl.load(place, mask=is_here, other=0.0).to(tl.float32)
     tl.store(place, total.to(y.dtype.element_ty), mask=is_here)
+
+
+@triton.jit
+def _expand_kernel(  # type: ignore[no-untyped-def]
+    shrunk,
+    b,
+    y,
+    blocks,
+    page_ids,
+    width_0,
+    width_1,
+    width_2,
+    num_tiles,
+    split_stride,
+    projection_stride,
+    token_stride,
+    b_stride,
+    y_stride,
+    BLOCK_C: tl.constexpr,
+    NUM_SPLITS: tl.constexpr,
+    IS_ADDED: tl.constexpr,
+    IS_LOOPED: tl.constexpr,
+    BLOCK_T: tl.constexpr,
+    BLOCK_R: tl.constexpr,
+    PAGE: tl.constexpr,
+    PRECISION: tl.constexpr,
+):
+    """y[t, c] (+)= shrunk[projection of c, t] . b[rows of t's ranks, c] for the tokens of one block and one tile of columns, BLOCK_C of a
+    projection; IS_LOOPED: for every so many-th tile as there are programs of the block."""
+    wait_for_earlier()
+    block, first_tile = tl.program_id(0), tl.program_id(1)
+    first_token, num_tokens = tl.load(blocks + block * 4), tl.load(blocks + block * 4 + 1)
+    first_page, num_pages = tl.load(blocks + block * 4 + 2), tl.load(blocks + block * 4 + 3)
+    if num_tokens * num_pages == 0:
+        return
+    token = tl.arange(0, BLOCK_T)
+    is_token = token < num_tokens
+    token = (first_token + token).to(tl.int64)
+    if IS_LOOPED:
+        for tile in range(first_tile, num_tiles, tl.num_programs(1)):
+            _expand_tile(
+                tile, shrunk, b, y, page_ids, first_page, num_pages, token, is_token, width_0, width_1, width_2,
+                split_stride, projection_stride, token_stride, b_stride, y_stride,
+                BLOCK_C, NUM_SPLITS, IS_ADDED, BLOCK_T, BLOCK_R, PAGE, PRECISION,
+            )  # fmt: skip
+    else:
+        _expand_tile(
+            first_tile, shrunk, b, y, page_ids, first_page, num_pages, token, is_token, width_0, width_1, width_2,
+            split_stride, projection_stride, token_stride, b_stride, y_stride,
+            BLOCK_C, NUM_SPLITS, IS_ADDED, BLOCK_T, BLOCK_R, PAGE, PRECISION,
+        )  # fmt: skip

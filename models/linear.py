@@ -3,13 +3,14 @@
 A layer may fuse several linears of the checkpoint (q|k|v, gate|up), and may carry LoRA pages for them.
 """
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
 
 from loray.kernels.acl_linear import AclMatrix, pack_acl
+from loray.kernels.activation import gate, gate_updated
 from loray.kernels.delta import Parted
 from loray.kernels.float8_linear import Float8Matrix, pack_float8
 from loray.kernels.half_linear import HalfMatrix, pack_half
@@ -79,6 +80,14 @@ class Linear(nn.Module):
             return Parted(self(x, batch))
         assert self.lora is not None and not batch.specials, "captured steps have pages, and nothing beside them"
         return lora_beside(x, self.lora, work, lambda: self._base(x, self.bias if self.counts_shifts else None))
+
+    def gated(self, act: Callable[[Tensor], Tensor], x: Tensor, batch: Batch) -> Tensor:
+        """act(gate) * up, where this layer's output is gate | up: [num_tokens, half the outputs]."""
+        work = batch.lora_work
+        if not work or batch.specials or (isinstance(work, LoraSegments) and work.stream is not None):
+            return gate(act, self.parted(x, batch))
+        assert self.lora is not None, "a row has LoRA pages, but no pages were allocated"
+        return gate_updated(act, self._base(x, self.bias), x, self.lora, work)
 
     def partial(self, x: Tensor, batch: Batch) -> Tensor:
         """Without the sum over the ranks: whoever adds several such outputs sums them once."""

@@ -6,7 +6,6 @@ import torch
 from torch import Tensor, nn
 from transformers import PretrainedConfig
 
-from loray.kernels.activation import gate
 from loray.kernels.attention import Scoring
 from loray.kernels.delta import Parted
 from loray.models.attention import PagedAttention, Rope
@@ -64,7 +63,7 @@ class LlamaMLP(nn.Module):
         self.act = activation(variant.activation)
 
     def forward(self, x: Tensor, batch: Batch) -> Parted:
-        return self.down_proj.parted(gate(self.act, self.gate_up_proj.parted(x, batch)), batch)
+        return self.down_proj.parted(self.gate_up_proj.gated(self.act, x, batch), batch)
 
 
 class LlamaDecoderLayer(nn.Module):

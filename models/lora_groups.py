@@ -89,9 +89,9 @@ class SegmentTables(NamedTuple):
 def segment_tables(runs: list[tuple[Run, ...]], num_tokens: list[int], block_tokens: int) -> SegmentTables:
     tables = SegmentTables([], [], np.zeros(sum(num_tokens), np.int64))
     for first, count, row_runs in _segments(runs, num_tokens):
-        if row_runs:
+        if row_runs or block_tokens == LONG_BLOCK:
             pages = _pages(row_runs)
-            tables.is_updated[first : first + count] = 1
+            tables.is_updated[first : first + count] = bool(row_runs)
             starts = range(0, count, block_tokens)
             tables.blocks.extend((first + start, min(block_tokens, count - start), len(tables.page_ids), len(pages)) for start in starts)
             tables.page_ids.extend(pages)

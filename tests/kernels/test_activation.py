@@ -5,8 +5,12 @@ import torch
 from torch import Tensor
 from transformers.activations import ACT2FN
 
-from loray.kernels.activation import KERNEL_NAMES, gate
+from loray.kernels.activation import KERNEL_NAMES, gate, gate_updated
 from loray.kernels.delta import Parted
+from loray.kernels.lora import LoraPages
+from loray.models.lora_groups import lora_work
+from tests.kernels.test_lora import Rows
+from tests.kernels.test_lora_segments import expected_of
 from tests.kernels.triton_marks import ALL_BACKENDS, DEVICES, DTYPES, IS_INTERPRETED, TOLERANCE, framed
 
 NAMES = ["silu", "swish", "gelu", "gelu_new", "gelu_pytorch_tanh"]
@@ -68,3 +72,37 @@ def test_the_twin_is_the_activation_of_transformers_bit_for_bit(name: str) -> No
 
 def test_every_activation_with_a_kernel_is_found_by_its_class() -> None:
     assert {KERNEL_NAMES[type(ACT2FN[name]).__name__] for name in NAMES} == set(KERNEL_NAMES.values())
+
+
+PROMPTS: list[Rows] = [
+    [(70, ((0, 8),)), (1, ()), (65, ((8, 16), (24, 48)))],
+    [(3, ()), (17, ((40, 48),)), (64, ((0, 40),))],
+]
+
+
+@pytest.mark.parametrize("backend", ALL_BACKENDS)
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("widths", [[36, 36], [1100, 1100], [330]], ids=str)
+@pytest.mark.parametrize("rows", PROMPTS, ids=len)
+def test_updates_are_added_before_the_gate(backend: str, dtype: torch.dtype, widths: list[int], rows: Rows) -> None:
+    if backend == "native" and dtype != torch.float32:
+        return
+    device, num_tokens = DEVICES[backend], sum(count for count, _ in rows)
+    x, base = torch.randn(num_tokens, 48).to(device, dtype), torch.randn(num_tokens, sum(widths)).to(dtype)
+    a, b = torch.randn(len(widths), 48, 48) / 7, torch.randn(48, sum(widths)) / 7
+    pages = LoraPages(a.to(device, dtype), b.to(device, dtype), widths)
+    _, y = framed(base, device)
+    work = lora_work(
+        [runs for _, runs in rows], [count for count, _ in rows], lambda array: torch.from_numpy(array).to(device), y.device, dtype
+    )
+    updated = expected_of(base, x, pages, rows)
+    if backend == "twin" or not IS_INTERPRETED:
+        found = gate_updated(ACT2FN["silu"], y, x, pages, work)
+    else:
+        from loray.kernels import lora_gate_triton
+
+        found = lora_gate_triton.gate_updated("silu", y, x, pages, work)
+    gated, up = updated.chunk(2, 1)
+    expected = ACT2FN["silu"](gated) * up
+    atol = 4 * TOLERANCE[dtype] * float(expected.abs().max())
+    torch.testing.assert_close(found.double().cpu(), expected, rtol=0, atol=atol)
