@@ -57,7 +57,7 @@ class Bench:
         raise RuntimeError(reason)
 
     def generate(self, adapters: list[str], num_rows: int, num_prompt: int, num_new: int) -> float:
-        """Seconds until all are through. They come at once, as the peer's script hands them over: the engine is held until the last is there.
+        """Seconds until all are through. They come at once, as the peer's script hands them over: the engine is held until they are there.
         Prompts are new every time, so that none is found in the prefix cache."""
         self._num_runs += 1
         numbers = random.Random(self._num_runs)
