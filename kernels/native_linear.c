@@ -2,12 +2,12 @@
 // number of GROUPS_AT_ONCE. Twin: linear.py. native_linear.py lays out and calls; threads are as in native.c.
 //
 // Several tokens: the sums of a tile stay in registers, its tokens' inputs lie side by side. One token: the matrix's bytes are what counts,
-// so it is read in float16 where that is exact.
+// so it is read in float16 where that is exact. Work is handed out piece by piece: other processes take a core away now and then.
 
 #include <arm_neon.h>
 #include <stdint.h>
 
-enum { GROUP = 4, GROUPS_AT_ONCE = 4, TOKENS_AT_ONCE = 64, MIN_PARALLEL_WEIGHTS = 1 << 14, AHEAD = 256 };
+enum { GROUP = 4, GROUPS_AT_ONCE = 4, TOKENS_AT_ONCE = 64, MIN_PARALLEL_WEIGHTS = 1 << 14, AHEAD = 256, GROUPS_OF_ONE = 8 };
 
 #define UNROLLED _Pragma("GCC unroll 32")
 
@@ -79,7 +79,7 @@ void linear(const float *x, int64_t x_stride, const float *w, int64_t inputs, in
     lay_out(x, x_stride, tokens, inputs, room);
     for (int64_t first = 0; first < tokens; first += TOKENS_AT_ONCE) {  // whose inputs stay in the cache
         int64_t count = tokens - first < TOKENS_AT_ONCE ? tokens - first : TOKENS_AT_ONCE;
-#pragma omp parallel for if (inputs * outputs > MIN_PARALLEL_WEIGHTS)
+#pragma omp parallel for schedule(dynamic) if (inputs * outputs > MIN_PARALLEL_WEIGHTS)
         for (int64_t column = 0; column < outputs; column += GROUPS_AT_ONCE * GROUP)
             group_products(room + first * inputs, w + column * inputs, inputs, y + first * y_stride + column, y_stride, count, outputs - column);
     }
@@ -97,7 +97,7 @@ void linear_of_one(const float *x, const float *w, const int16_t *half, int64_t 
     int64_t even = inputs / 4 * 4;
     float scale = half ? HALF_WAY : 1.0f;
     for (int64_t k = 0; k < inputs; k++) room[k] = x[k] * scale;
-#pragma omp parallel for if (inputs * outputs > MIN_PARALLEL_WEIGHTS)
+#pragma omp parallel for schedule(dynamic, GROUPS_OF_ONE) if (inputs * outputs > MIN_PARALLEL_WEIGHTS)
     for (int64_t column = 0; column < outputs; column += GROUP) {
         float32x4_t s0 = {0}, s1 = {0}, s2 = {0}, s3 = {0};
         const int16_t *bits = half + column * inputs;

@@ -18,6 +18,8 @@ from loray.deployments.registry_follower import RegistryFollower
 from loray.deployments.request import AdapterRef
 from tests.deployments.scripted_backend import run, status_of
 
+pytestmark = pytest.mark.slow  # waits
+
 QUICK = Patience(poll_s=0.3, gone_s=0.3, apply_s=0.8, answer_s=0.6)
 
 

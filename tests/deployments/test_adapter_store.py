@@ -18,6 +18,8 @@ from loray.models.merging import MergeMethod, merge_adapters
 from tests.deployments.file_server import FileServer, Handler, Hold, HubServer
 from tests.deployments.peft_folder import SHAPES, save_folder
 
+pytestmark = pytest.mark.slow  # downloads
+
 WEIGHTS = "adapter_model.safetensors"
 
 

@@ -22,6 +22,8 @@ from tests.deployments.peft_folder import SHAPES, save_folder
 from tests.deployments.rank_in_process import PAGE_BYTES, RankInProcess, start_engine
 from tests.deployments.replica_admin import ReplicaAdmin, settled
 
+pytestmark = pytest.mark.slow  # downloads
+
 HELD_S = 5  # at most, so that a failing test ends
 
 

@@ -49,6 +49,7 @@ def prompt(backend: ScriptedBackend, template: str | None = None, **fields: Any)
     return str(HF.decode(backend.requests[-1].prompt_ids))
 
 
+@pytest.mark.slow
 def test_the_adapters_own_template_comes_first_then_the_configured_one_then_the_models() -> None:
     backend = saying("x")
     backend.templates["pirate"] = f"arr {ROLES}"
@@ -58,6 +59,7 @@ def test_the_adapters_own_template_comes_first_then_the_configured_one_then_the_
     assert prompt(backend) == "<|im_start|>user\nhello<|im_end|>\n<|im_start|>assistant\n"
 
 
+@pytest.mark.slow
 def test_an_adapters_template_is_asked_for_once_in_a_while() -> None:
     class Counting(ScriptedBackend):
         asked = 0

@@ -27,6 +27,8 @@ from loray.deployments.url_source import UrlSource
 from tests.deployments.file_server import FileServer, Handler
 from tests.deployments.peft_folder import save_folder
 
+pytestmark = pytest.mark.slow  # servers of its own
+
 WEIGHTS = "adapter_model.safetensors"
 NO_BLOBS = b'<?xml version="1.0" encoding="utf-8"?><EnumerationResults><Blobs /><NextMarker /></EnumerationResults>'
 

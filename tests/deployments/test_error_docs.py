@@ -158,6 +158,7 @@ async def refuse_before(server: Provoked) -> None:
     assert (await holding).status_code == 200
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("keys", [{"inference": "sesame", "admin": "root"}, {"admin": "root"}], ids=["both keys", "admin key"])
 def test_every_route_is_described_with_what_it_may_answer_and_with_nothing_else(keys: dict[str, str]) -> None:
     async def scenario() -> None:

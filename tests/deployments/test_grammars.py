@@ -218,6 +218,7 @@ def test_many_that_explode_leave_a_worker_to_the_others(limited: Grammars, monke
     asyncio.run(one_is_quick())
 
 
+@pytest.mark.slow
 def test_the_cache_keeps_the_last_used_that_fit(limited: Grammars, jobs: list[type | None]) -> None:
     first, *others = (json.dumps({"type": "null", "description": letter * 20_000}) for letter in "abcd")  # 80 KB of the cache each
     for text in (first, others[0], first, others[1], first, others[2], first):

@@ -10,6 +10,8 @@ from loray.deployments.hub_source import HubSource
 from tests.deployments.file_server import CutOnce, Handler, HubServer, Spoil
 from tests.deployments.peft_folder import save_folder
 
+pytestmark = pytest.mark.slow  # a server of its own
+
 WEIGHTS = "adapter_model.safetensors"
 
 

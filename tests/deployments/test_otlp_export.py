@@ -17,6 +17,8 @@ from tests.deployments.rank_in_process import RankInProcess, start_engine
 from tests.deployments.scripted_backend import run, saying, service_of
 from tests.otlp_collector import Collector, collecting
 
+pytestmark = pytest.mark.slow  # a server of its own
+
 TRACE, CALLER = "0af7651916cd43dd8448eb211c80319c", "b7ad6b7169203331"
 HEADERS = {"traceparent": f"00-{TRACE}-{CALLER}-01", "tracestate": "congo=t61rcWkgMzE,rojo=00f067", "X-Request-Id": "call-7"}
 BODY = {"inputs": "hi", "parameters": {"max_new_tokens": 3, "details": True}}

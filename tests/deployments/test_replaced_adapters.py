@@ -20,6 +20,8 @@ from tests.deployments.peft_folder import SHAPES, save_folder
 from tests.deployments.rank_in_process import PAGE_BYTES, RankInProcess, start_engine
 from tests.deployments.replica_admin import ReplicaAdmin, settled
 
+pytestmark = pytest.mark.slow  # downloads
+
 SECONDS = 10
 NEWEST, MAIN, NOWHERE = (AdapterRef(adapter_id="org/it", source="hub", revision=revision) for revision in ("", "main", "nope"))
 LOCAL = AdapterRef(adapter_id="org/it", source="local")

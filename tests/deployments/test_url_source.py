@@ -17,6 +17,8 @@ from loray.deployments.url_source import UrlSource
 from tests.deployments.file_server import CutOnce, FileServer, Handler, Hold, Spoil
 from tests.deployments.peft_folder import save_folder
 
+pytestmark = pytest.mark.slow  # servers of its own
+
 WEIGHTS = "adapter_model.safetensors"
 
 

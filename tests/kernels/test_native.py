@@ -81,6 +81,7 @@ def test_without_a_compiler_the_twins_do_the_work_and_the_log_says_so(
     assert not list(tmp_path.iterdir())
 
 
+@pytest.mark.slow
 @BACKEND
 def test_it_is_compiled_once(backend: str, tmp_path: Path) -> None:
     first = compiled(tmp_path)

@@ -14,6 +14,8 @@ from loray.models import converted
 from loray.models.checkpoint import BUNDLED, CheckpointError, eos_token_ids, resolve_model
 from tests.models.tiny_gguf import tiny_gguf
 
+pytestmark = pytest.mark.slow  # downloads
+
 NAME = "smollm2-135m"
 
 

@@ -16,6 +16,8 @@ from tests.models.peft_items import ITEMS, NAMES, REFUSALS, items_of, save_refus
 from tests.models.peft_matrix import BEGIN, DOCUMENT, END, WORLD_SIZES, PeftMatrix, is_message
 from tests.models.rank_threads import ThreadGroup
 
+pytestmark = pytest.mark.slow  # PEFT's models
+
 CELLS = [
     pytest.param(size, family, item, id=f"tp{size}-{family}-{item}", marks=pytest.mark.slow)
     for size in WORLD_SIZES
