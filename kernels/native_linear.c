@@ -7,7 +7,8 @@
 #include <arm_neon.h>
 #include <stdint.h>
 
-enum { GROUP = 4, GROUPS_AT_ONCE = 4, TOKENS_AT_ONCE = 64, MIN_PARALLEL_WEIGHTS = 1 << 14, AHEAD = 256, GROUPS_OF_ONE = 8 };
+enum { GROUP = 4, GROUPS_AT_ONCE = 4, TOKENS_AT_ONCE = 64, MIN_PARALLEL_WEIGHTS = 1 << 14, AHEAD = 256 };
+enum { GROUPS_OF_ONE = 8, MOST_INPUTS_OF_16 = 768 };
 
 #define UNROLLED _Pragma("GCC unroll 32")
 
@@ -34,10 +35,14 @@ enum { GROUP = 4, GROUPS_AT_ONCE = 4, TOKENS_AT_ONCE = 64, MIN_PARALLEL_WEIGHTS 
             UNROLLED for (int t = 0; t < TOKENS; t++) vst1q_f32(sums + (g * TOKENS + t) * GROUP, sum[g][t]);                  \
     }
 
+TILE(tile_16, 16, 1)
 TILE(tile_8, 8, 2)
 TILE(tile_4, 4, 4)
 
-static int64_t tile_of(int64_t tokens) { return tokens > 4 ? 8 : 4; }
+// Sixteen tokens read each weight once, as long as their inputs stay in the cache next to the core.
+static int64_t tile_of(int64_t tokens, int64_t inputs) {
+    return tokens > 12 && tokens <= 16 && inputs <= MOST_INPUTS_OF_16 ? 16 : tokens > 4 ? 8 : 4;
+}
 
 static inline void store(float *y, float32x4_t sum, int64_t outputs) {
     if (outputs >= GROUP)
@@ -46,12 +51,28 @@ static inline void store(float *y, float32x4_t sum, int64_t outputs) {
         for (int64_t i = 0; i < outputs; i++) y[i] = sum[i];
 }
 
+// [tokens][inputs] -> [inputs][size] for four tokens of a tile, those that are there; the others are zeros.
+static void lay_out_four(const float *x, int64_t stride, int64_t tokens, int64_t inputs, float *to, int64_t size) {
+    const float *row[4];
+    for (int64_t t = 0; t < 4; t++) row[t] = x + (t < tokens ? t : 0) * stride;
+    int64_t k = 0;
+    for (; tokens >= 4 && k + 4 <= inputs; k += 4) {
+        float32x4_t r0 = vld1q_f32(row[0] + k), r1 = vld1q_f32(row[1] + k), r2 = vld1q_f32(row[2] + k), r3 = vld1q_f32(row[3] + k);
+        float32x4x2_t upper = vtrnq_f32(r0, r1), lower = vtrnq_f32(r2, r3);
+        vst1q_f32(to + k * size, vcombine_f32(vget_low_f32(upper.val[0]), vget_low_f32(lower.val[0])));
+        vst1q_f32(to + (k + 1) * size, vcombine_f32(vget_low_f32(upper.val[1]), vget_low_f32(lower.val[1])));
+        vst1q_f32(to + (k + 2) * size, vcombine_f32(vget_high_f32(upper.val[0]), vget_high_f32(lower.val[0])));
+        vst1q_f32(to + (k + 3) * size, vcombine_f32(vget_high_f32(upper.val[1]), vget_high_f32(lower.val[1])));
+    }
+    for (; k < inputs; k++)
+        for (int64_t t = 0; t < 4; t++) to[k * size + t] = t < tokens ? row[t][k] : 0.0f;
+}
+
 // Tile after tile, [inputs][tokens of the tile]; a tile that is not full has zeros.
 static void lay_out(const float *x, int64_t stride, int64_t tokens, int64_t inputs, float *to) {
     for (int64_t first = 0, size; first < tokens; first += size, to += size * inputs) {
-        size = tile_of(tokens - first);
-        for (int64_t k = 0; k < inputs; k++)
-            for (int64_t t = 0; t < size; t++) to[k * size + t] = first + t < tokens ? x[(first + t) * stride + k] : 0.0f;
+        size = tile_of(tokens - first, inputs);
+        for (int64_t t = 0; t < size; t += 4) lay_out_four(x + (first + t) * stride, stride, tokens - first - t, inputs, to + t, size);
     }
 }
 
@@ -59,11 +80,11 @@ static void lay_out(const float *x, int64_t stride, int64_t tokens, int64_t inpu
 static void group_products(const float *x, const float *w, int64_t inputs, float *y, int64_t stride, int64_t tokens, int64_t outputs) {
     float sums[16 * GROUP];
     for (int64_t first = 0, size; first < tokens; first += size, x += size * inputs) {
-        size = tile_of(tokens - first);
+        size = tile_of(tokens - first, inputs);
         int64_t groups = 16 / size, count = tokens - first < size ? tokens - first : size;
         for (int64_t group = 0; group < GROUPS_AT_ONCE && group * GROUP < outputs; group += groups) {
             const float *weights = w + group * inputs * GROUP;
-            (size == 8 ? tile_8 : tile_4)(x, weights, inputs, sums);
+            (size == 16 ? tile_16 : size == 8 ? tile_8 : tile_4)(x, weights, inputs, sums);
             for (int64_t g = 0; g < groups; g++)
                 for (int64_t t = 0; t < count; t++) {
                     int64_t column = (group + g) * GROUP;
@@ -76,9 +97,9 @@ static void group_products(const float *x, const float *w, int64_t inputs, float
 // room: [inputs * (tokens + 3)] floats
 void linear(const float *x, int64_t x_stride, const float *w, int64_t inputs, int64_t outputs, float *y, int64_t y_stride, int64_t tokens,
             float *room) {
-    lay_out(x, x_stride, tokens, inputs, room);
     for (int64_t first = 0; first < tokens; first += TOKENS_AT_ONCE) {  // whose inputs stay in the cache
         int64_t count = tokens - first < TOKENS_AT_ONCE ? tokens - first : TOKENS_AT_ONCE;
+        lay_out(x + first * x_stride, x_stride, count, inputs, room + first * inputs);
 #pragma omp parallel for schedule(dynamic) if (inputs * outputs > MIN_PARALLEL_WEIGHTS)
         for (int64_t column = 0; column < outputs; column += GROUPS_AT_ONCE * GROUP)
             group_products(room + first * inputs, w + column * inputs, inputs, y + first * y_stride + column, y_stride, count, outputs - column);

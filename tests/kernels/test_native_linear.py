@@ -8,11 +8,11 @@ from loray.kernels.native_linear import pack_native
 from tests.kernels.triton_marks import framed, is_whole
 
 BACKEND = pytest.mark.parametrize("backend", ["native"])
-SHAPES = [(1, 1), (33, 17), (192, 576), (5, 1000), (4100, 6), (16, 4)]
+SHAPES = [(1, 1), (33, 17), (192, 576), (5, 1000), (4100, 6), (16, 4), (40, 770)]
 
 
 @BACKEND
-@pytest.mark.parametrize("num_tokens", [0, 1, 2, 4, 5, 7, 8, 9, 12, 13, 16, 70, 131])
+@pytest.mark.parametrize("num_tokens", [0, 1, 2, 4, 5, 7, 8, 9, 12, 13, 16, 17, 30, 70, 131])
 @pytest.mark.parametrize(("outputs", "inputs"), SHAPES)
 @pytest.mark.parametrize("is_half", [True, False])
 def test_the_product_is_that_of_torch(backend: str, num_tokens: int, outputs: int, inputs: int, is_half: bool) -> None:
