@@ -47,7 +47,7 @@ def main(adapters: Path | None, out: Path) -> None:
     results = []
     for rows in PREFILL_ROWS:
         for count in (0, rows) if adapters else (0,):
-            milliseconds = 1000 * min(seconds(rows, count) for _ in range(5))
+            milliseconds = 1000 * min(seconds(rows, count) for _ in range(10))
             results.append({"lora": bool(adapters), "prefill_rows": rows, "adapters": count, "ms": round(milliseconds, 1)})
             print(json.dumps(results[-1]), flush=True)
     out.write_text(json.dumps(results))

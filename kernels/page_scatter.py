@@ -1,6 +1,6 @@
 """Brings an adapter's matrices from one flat copy into their places in the rank pages: one launch, however many matrices there are.
 
-Its twin in plain torch is `scatter_rows`, for one matrix.
+Its twin in plain torch is `fill_ranks` of models/page_writer.py, for one matrix.
 """
 
 import triton

@@ -11,6 +11,7 @@ from loray.kernels import native
 from loray.models.batch import AttentionGroup, AttentionWork, Mask, PagedWork
 from loray.models.layout import Layout
 from loray.models.slots import Slots
+from loray.models.upload import upload
 
 Ints = NDArray[np.int64]
 SMALLEST_CONTEXT = 256  # shorter contexts share a group: another call costs more than their padding
@@ -94,7 +95,7 @@ class GroupPlanner:
         return self._upload(places)
 
     def _upload(self, values: Ints) -> Tensor:
-        return torch.from_numpy(np.ascontiguousarray(values)).to(self._device, non_blocking=True)
+        return upload(values, self._device)
 
 
 def _round_up(values: Ints) -> Ints:

@@ -23,6 +23,7 @@ from loray.models.prompt_logprobs import MAX_PIECE, PromptLogprobs
 from loray.models.slot_sampling import Sampled, SlotSampling
 from loray.models.slots import Slots
 from loray.models.step import Admission, LoadReport, Pooling, Row, Step, StepResult
+from loray.models.upload import upload
 
 Ints = NDArray[np.int64]
 
@@ -225,4 +226,4 @@ class CausalLMRunner:
         return embeddings
 
     def _upload(self, values: Ints) -> Tensor:
-        return torch.from_numpy(np.ascontiguousarray(values)).to(self._device, non_blocking=True)
+        return upload(values, self._device)

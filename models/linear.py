@@ -76,7 +76,7 @@ class Linear(nn.Module):
     def parted(self, x: Tensor, batch: Batch) -> Parted:
         """The same, where the caller adds up what is computed apart."""
         work = batch.lora_work
-        if not isinstance(work, LoraSegments) or work.stream is None or (self.is_summed and self._parallel.world_size > 1):
+        if not isinstance(work, LoraSegments) or work.stream is None or (self.is_summed and not self._parallel.is_alone):
             return Parted(self(x, batch))
         assert self.lora is not None and not batch.specials, "captured steps have pages, and nothing beside them"
         return lora_beside(x, self.lora, work, lambda: self._base(x, self.bias if self.counts_shifts else None))

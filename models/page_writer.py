@@ -63,7 +63,7 @@ class PageWriter:
         """Those on the device; pages are zero where a pool's matrix is missing, or has no more rows. Done before the next step."""
         self.wait(page_ids)
         for key, pool in self._pools.items():
-            _fill(pool, matrices.get(key, pool[:0]), page_runs(page_ids))
+            fill_ranks(pool, matrices.get(key, pool[:0]), page_runs(page_ids))
 
     def wait(self, page_ids: Sequence[int]) -> None:
         """What is launched from now on finds these pages as they were written last."""
@@ -104,7 +104,7 @@ def _pools(linears: Mapping[str, Linear | HostedLinear]) -> list[tuple[Key, Tens
     return pools
 
 
-def _fill(pool: Tensor, matrix: Tensor, runs: tuple[Run, ...]) -> None:
+def fill_ranks(pool: Tensor, matrix: Tensor, runs: tuple[Run, ...]) -> None:
     """The matrix's rows into the pool's ranks of the runs; zero where it has no more."""
     first = 0
     for start, end in runs:

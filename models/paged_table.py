@@ -12,6 +12,7 @@ from loray.models.batch import PagedWork
 from loray.models.layout import Layout
 from loray.models.slots import Slots
 from loray.models.step import Admission, Row
+from loray.models.upload import upload
 
 Ints = NDArray[np.int64]
 
@@ -53,4 +54,4 @@ class PagedTable:
         return PromptWork(first_queries, first_keys, int(ends[1, -1]), int(num_tokens.max()), int(context_lens.max()))
 
     def _upload(self, values: Ints) -> Tensor:
-        return torch.from_numpy(values).to(self.blocks.device, non_blocking=True)
+        return upload(values, self.blocks.device)

@@ -13,17 +13,22 @@ from loray.models.shards import cut
 class Parallel:
     rank: int = 0
     world_size: int = 1
-    group: dist.ProcessGroup | None = None  # None = the default group
+    group: dist.ProcessGroup | None = None  # None = the default group, or nobody to meet
+
+    @property
+    def is_alone(self) -> bool:
+        """Without a group: one rank that has one goes the way of several."""
+        return self.world_size == 1 and self.group is None
 
     def all_reduce(self, x: Tensor) -> Tensor:
         """x becomes the sum of every rank's x, in place."""
-        if self.world_size > 1:
+        if not self.is_alone:
             dist.all_reduce(x, group=self.group)
         return x
 
     def gather_columns(self, x: Tensor, total: int) -> Tensor:
         """[num_rows, this rank's cut of total] -> [num_rows, total], the same on every rank."""
-        if self.world_size == 1:
+        if self.is_alone:
             return x
         sizes = [cut(total, rank, self.world_size).size for rank in range(self.world_size)]
         padded = x.new_zeros(x.shape[0], max(sizes))
@@ -34,7 +39,7 @@ class Parallel:
 
     def any_rank(self, flags: list[bool], device: torch.device) -> list[bool]:
         """For each flag whether it is set on some rank."""
-        if self.world_size == 1:
+        if self.is_alone:
             return flags
         return [count > 0 for count in self.all_reduce(torch.tensor(flags, dtype=torch.int32, device=device)).tolist()]
 

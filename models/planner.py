@@ -13,6 +13,7 @@ from loray.models.layout import Layout
 from loray.models.lora_groups import lora_work, special_rows
 from loray.models.paged_table import PagedTable
 from loray.models.special import Special
+from loray.models.upload import upload
 
 
 class Planner:
@@ -37,4 +38,4 @@ class Planner:
         )
 
     def _upload(self, values: NDArray[np.int64]) -> Tensor:
-        return torch.from_numpy(np.ascontiguousarray(values)).to(self._tokens.device, non_blocking=True)
+        return upload(values, self._tokens.device)

@@ -6,6 +6,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import msgspec
+import numpy as np
 import torch
 from torch import Tensor
 from transformers import AutoConfig
@@ -41,6 +42,7 @@ from loray.models.slot_sampling import Drawn, SlotSampling
 from loray.models.slots import Slots
 from loray.models.step import Admission, LoadReport, Row, Sampling, Step, StepResult
 from loray.models.to_host import ToHost
+from loray.models.upload import upload
 from loray.models.warm_up import warm_up
 
 logger = logging.getLogger("loray.runner")
@@ -137,7 +139,7 @@ class Runner:
             self._kv_cache = cache = self._make_cache(num_blocks, scales)
             if self._device.type == "cuda" and self._table:
                 self._graphs = self._captured(self._table, has_lora=num_pages > 0)
-            elif native.has_linear() and native.serves(self._device, self._dtype) and self._parallel.world_size == 1:
+            elif native.has_linear() and native.serves(self._device, self._dtype) and self._parallel.is_alone:
                 self._recorded = RecordedDecodes(lambda batch: self._model.hidden(batch, cache.layers), self._slots.block_table.shape[1])
         except RuntimeError as error:
             if not is_out_of_memory(error):
@@ -284,8 +286,7 @@ class Runner:
         self._slots.admit(admission)
         self._pooler.admit(admission)
         self._prompts.admit(admission)
-        token_ids = torch.tensor(admission.token_ids, dtype=torch.int32)
-        self._tokens[admission.slot, : len(token_ids)] = token_ids.to(self._device, non_blocking=True)
+        self._tokens[admission.slot, : len(admission.token_ids)] = upload(np.array(admission.token_ids, np.int32), self._device)
 
     def _extend(self, step: Step, kv_cache: KVCache) -> None:
         for row in step.rows:
@@ -294,4 +295,4 @@ class Runner:
             return self._table.update(step.admissions, step.rows)
         new_blocks = [block_id for row in step.rows for block_id in row.new_block_ids]
         if new_blocks:
-            kv_cache.clear(torch.tensor(new_blocks).to(self._device, non_blocking=True))
+            kv_cache.clear(upload(np.array(new_blocks), self._device))

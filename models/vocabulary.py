@@ -36,7 +36,7 @@ class Embedding(nn.Module):
         return x
 
     def _base(self, input_ids: Tensor) -> Tensor:
-        if self._parallel.world_size == 1:
+        if self._parallel.is_alone:
             is_native = native.serves(self.weight.device, self.weight.dtype)
             return native.embed(input_ids, self.weight) if is_native else F.embedding(input_ids, self.weight)
         local = input_ids - self.part.start

@@ -84,9 +84,13 @@ PROMPTS: list[Rows] = [
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("widths", [[36, 36], [1100, 1100], [330]], ids=str)
 @pytest.mark.parametrize("rows", PROMPTS, ids=len)
-def test_updates_are_added_before_the_gate(backend: str, dtype: torch.dtype, widths: list[int], rows: Rows) -> None:
-    if backend == "native" and dtype != torch.float32:
-        return
+@pytest.mark.parametrize(("name", "num_programs"), [("silu", 1024), ("gelu_pytorch_tanh", 1), ("gelu", 12)])
+def test_updates_are_added_before_the_gate(
+    backend: str, dtype: torch.dtype, widths: list[int], rows: Rows, name: str, num_programs: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """num_programs: few of them take several tiles of columns each."""
+    if backend == "triton":
+        monkeypatch.setattr("loray.kernels.lora_gate_triton.NUM_PROGRAMS", num_programs)
     device, num_tokens = DEVICES[backend], sum(count for count, _ in rows)
     x, base = torch.randn(num_tokens, 48).to(device, dtype), torch.randn(num_tokens, sum(widths)).to(dtype)
     a, b = torch.randn(len(widths), 48, 48) / 7, torch.randn(48, sum(widths)) / 7
@@ -97,12 +101,12 @@ def test_updates_are_added_before_the_gate(backend: str, dtype: torch.dtype, wid
     )
     updated = expected_of(base, x, pages, rows)
     if backend == "twin" or not IS_INTERPRETED:
-        found = gate_updated(ACT2FN["silu"], y, x, pages, work)
+        found = gate_updated(ACT2FN[name], y, x, pages, work)
     else:
         from loray.kernels import lora_gate_triton
 
-        found = lora_gate_triton.gate_updated("silu", y, x, pages, work)
+        found = lora_gate_triton.gate_updated(KERNEL_NAMES[type(ACT2FN[name]).__name__], y, x, pages, work)
     gated, up = updated.chunk(2, 1)
-    expected = ACT2FN["silu"](gated) * up
+    expected = ACT2FN[name](gated) * up
     atol = 4 * TOLERANCE[dtype] * float(expected.abs().max())
     torch.testing.assert_close(found.double().cpu(), expected, rtol=0, atol=atol)

@@ -59,6 +59,12 @@ def test_each_token_gets_the_product_of_its_own_ranks(mix: str, inputs: int, wid
     torch.testing.assert_close(y.double().cpu(), expected, atol=TOLERANCE[dtype] * float(expected.abs().max()), rtol=0)
 
 
+@pytest.mark.parametrize("mix", LONG)
+def test_few_programs_take_all_columns_of_a_prompt(mix: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("loray.kernels.lora_segments.LONG_PROGRAMS", 1)
+    test_each_token_gets_the_product_of_its_own_ranks(mix, 48, [1300, 257, 513], torch.float16)
+
+
 def test_pages_of_nobody_are_never_read() -> None:
     """What an evicted adapter or nobody has left in the pool may be anything."""
     pages = LoraPages(torch.full((1, 48, 32), float("nan"), device=DEVICE), torch.full((48, 20), float("nan"), device=DEVICE), [20])
@@ -70,14 +76,17 @@ def test_pages_of_nobody_are_never_read() -> None:
 
 
 def test_what_is_still_to_be_added_is_written_for_the_tokens_of_adapters_alone() -> None:
-    from loray.kernels.lora_segments import lora_update
+    from loray.kernels import lora_segments as kernels
 
     rows: Rows = [(2, ()), (1, ((8, 16),)), (3, ((16, 48),)), (1, ())]
     x = torch.randn(7, 40).to(DEVICE)
     pages = LoraPages(torch.randn(2, NUM_RANKS, 40).to(DEVICE), torch.randn(NUM_RANKS, 300).to(DEVICE), [30, 270])
     segments = lora_segments([runs for _, runs in rows], [count for count, _ in rows], lambda array: torch.from_numpy(array).to(DEVICE))
     blocks = torch.cat((segments.blocks, torch.zeros_like(segments.blocks)))  # some that stand for nothing, as in a padded batch
-    found = lora_update(x, pages, replace(segments, blocks=blocks, max_pages=8))
+    segments = replace(segments, blocks=blocks, max_pages=8)
+    found = torch.full((7, 300), float("nan"), device=DEVICE)  # of an update that is written, nothing is read
+    kernels._expand(found, kernels.shrink(x, pages.a, segments), pages, segments, is_added=False)
+    assert torch.equal(kernels.lora_update(x, pages, segments)[2:6], found[2:6]) and found[[0, 1, 6]].isnan().all()
     expected = expected_of(torch.zeros(7, 300), x, pages, rows)
     assert segments.is_updated.tolist() == [0, 0, 1, 1, 1, 1, 0]
     torch.testing.assert_close(found[2:6].double().cpu(), expected[2:6], atol=1e-3, rtol=0)

@@ -6,10 +6,27 @@ With TRITON_INTERPRET=1 it runs without a GPU: `TRITON_INTERPRET=1 pytest -m gpu
 import pytest
 import torch
 
+from loray.models.page_writer import fill_ranks
 from tests.kernels.triton_marks import DEVICES, DTYPES, ON_GPU
 
 pytestmark = ON_GPU
 DEVICE = DEVICES["triton"]
+
+
+@pytest.mark.parametrize("num_rows", [0, 5, 8, 20, 24])
+def test_one_matrix_goes_where_the_twin_brings_it(num_rows: int) -> None:
+    from loray.kernels.page_scatter import scatter_pages
+
+    pools = [torch.full((64, 40), float("nan"), device=DEVICE) for _ in range(2)]
+    matrix, runs = torch.randn(num_rows, 40, device="cpu").to(DEVICE), ((8, 16), (32, 48))
+    fill_ranks(pools[0], matrix, runs)
+    pieces, num_before = [], 0
+    for start, end in runs:
+        num_there = min(max(num_rows - num_before, 0), end - start)
+        pieces.append((pools[1][start].data_ptr(), 40, 40, end - start, 40 * num_before if num_there else 0, num_there))
+        num_before += end - start
+    scatter_pages(torch.cat((matrix.flatten(), torch.zeros(1, device=DEVICE))), torch.tensor(pieces, device=DEVICE), 16 * 40)
+    torch.testing.assert_close(pools[1], pools[0], equal_nan=True, rtol=0, atol=0)
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)

@@ -1,11 +1,13 @@
 """The same tokens on a GPU as on the CPU."""
 
 import gc
+from collections import Counter
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
+import torch.distributed as dist
 from transformers import AutoConfig
 
 from loray.kernels.noise import gumbel_noise
@@ -14,6 +16,7 @@ from loray.models.sampler import noise_keys
 from loray.models.step import Sampling
 from tests.models.conductor import Conductor, Request, prompt_of
 from tests.models.families import FAMILIES, Adapter, random_model, save_adapter, save_family
+from tests.models.group_of_one import group_of_one
 from tests.models.peft_items import items_of, save_item
 from tests.models.test_causal_lm import MODELS, HostedConductor
 
@@ -40,6 +43,41 @@ def test_a_gpu_gives_the_tokens_of_the_cpu_in_float32(base: Path, adapters: dict
     for expected, found in zip(*outputs, strict=True):
         assert found.token_ids == expected.token_ids
         assert found.logprobs == pytest.approx(expected.logprobs, abs=1e-3)
+
+
+@pytest.mark.parametrize(("chunk", "stagger"), [(10_000, 1), (300, 0)], ids=["whole, beside decodes", "in pieces, together"])
+def test_prompts_that_no_graph_has_room_for_give_the_tokens_of_the_cpu(
+    base: Path, adapters: dict[int, Path], chunk: int, stagger: int
+) -> None:
+    requests = [Request(prompt_of(530 + 25 * i, seed=i), PAGES.get(rank, [])) for i, rank in enumerate((0, 64, 12, 4, 64, 0))]
+    outputs = []
+    for device in ("cpu", "cuda"):
+        conductor = Conductor(base, device=device, max_total_tokens=700)
+        for rank, pages in PAGES.items():
+            conductor.load(adapters[rank], pages)
+        outputs.append(conductor.play(requests, chunk, stagger))
+    for expected, found in zip(*outputs, strict=True):
+        assert found.token_ids == expected.token_ids
+        assert found.logprobs == pytest.approx(expected.logprobs, abs=1e-3)
+
+
+def test_one_rank_with_a_group_of_nccl_gives_the_same_tokens(
+    base: Path, adapters: dict[int, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    expected = loaded(base, adapters, "cpu", torch.float32).play(mixed_requests(), stagger=1)
+    calls: Counter[str] = Counter()
+    for name in ("all_reduce", "all_gather"):
+        real = getattr(dist, name)
+        monkeypatch.setattr(dist, name, lambda *args, _name=name, _real=real, **kwargs: (calls.update([_name]), _real(*args, **kwargs))[1])
+    with group_of_one(tmp_path, "cuda") as parallel:
+        conductor = Conductor(base, parallel, device="cuda")
+        for rank, pages in PAGES.items():
+            conductor.load(adapters[rank], pages)
+        found = conductor.play(mixed_requests(), stagger=1)
+        del conductor
+        gc.collect()  # its graphs hold the group's memory
+    assert [output.token_ids for output in found] == [output.token_ids for output in expected]
+    assert set(calls) == {"all_reduce", "all_gather"}
 
 
 def test_bfloat16_stays_near_float32(base: Path, adapters: dict[int, Path]) -> None:

@@ -9,6 +9,7 @@ import torch
 from loray.models.parallel import Parallel
 from loray.models.shards import cut, cut_heads
 from tests.models.conductor import Output
+from tests.models.group_of_one import group_of_one
 from tests.models.rank_jobs import PAGES, Answers, Case, do_everything, play, sum_or_fail
 from tests.models.rank_processes import RankError, RankGroup, run_ranks
 from tests.models.rank_threads import ThreadGroup
@@ -45,6 +46,12 @@ def test_every_rank_gives_the_tokens_that_one_rank_gives(answers: list[Answers],
         for expected, found in zip(alone, answer.outputs, strict=True):
             assert found.token_ids == expected.token_ids
             assert found.logprobs == pytest.approx(expected.logprobs, abs=2e-4)
+
+
+def test_one_rank_with_a_group_of_its_own_gives_the_same_tokens(cases: list[Case], alone: list[Output], tmp_path: Path) -> None:
+    with group_of_one(tmp_path, "cpu") as parallel:
+        found = [output for case in cases for output in play(parallel, *case)]
+    assert [output.token_ids for output in found] == [output.token_ids for output in alone]
 
 
 def test_an_adapter_that_one_rank_cannot_read_fails_on_all(answers: list[Answers]) -> None:
