@@ -6,8 +6,9 @@ Turns alone (fair_queue.py) are not fair while a flood of long sequences holds a
 - Blocks, to a running sequence that grows: from the adapter that holds most for its weight.
 - A waiting sequence that finds no blocks holds up those behind it, else small ones would pass it forever; but not those that will
   hold at most half of what its adapter does.
-- Rank pages, to an adapter that finds none: from those ahead of it by more than a full step's tokens, the most served first.
-  Nothing more of theirs is admitted, and they leave the pool when their last sequence stops running; nothing is computed twice.
+- Rank pages, to the adapters that find none: from those ahead of them by more than a full step's tokens, the most served first, each
+  for one of those that wait. Nothing more of theirs is admitted, and they leave the pool when their last sequence stops running;
+  nothing is computed twice. They leave at the same time: one after another, the last in a long line would wait for all of them.
 An adapter's youngest sequence goes first, since it loses least. The oldest of all never gives way: it gets to its end, and then
 another is the oldest, so every sequence ends.
 """
@@ -54,19 +55,28 @@ def may_pass(sequence: Sequence, num_wanted: int, blocked: Sequence, running: It
     return shares[account_name(blocked.adapter)] >= 2 * share
 
 
-def adapters_to_leave(
-    starved: Sequence, lead: float, were_leaving: Collection[Adapter], running: Iterable[Sequence], queue: FairQueue
-) -> set[Adapter]:
-    """Adapters that make room in the pool for the waiting sequence's: those more than `lead` ahead of it, as many as it takes."""
-    assert starved.adapter, "the base model needs no pages"
-    served = {s.adapter: queue.served(s) for s in running if s.adapter and not s.adapter.is_pinned}
-    ahead = [adapter for adapter in served if served[adapter] > queue.served(starved) + lead]
-    leaving: set[Adapter] = set()
-    for adapter in sorted(ahead, key=lambda adapter: (adapter in were_leaving, served[adapter]), reverse=True):
-        if sum(other.num_pages for other in leaving) >= starved.adapter.num_pages:
-            break
-        leaving.add(adapter)
-    return leaving
+class Leaving:
+    """The adapters that make room in the pool for others."""
+
+    def __init__(self, lead: float, were_leaving: Collection[Adapter], running: Iterable[Sequence], queue: FairQueue) -> None:
+        self.adapters: set[Adapter] = set()
+        self._lead = lead
+        self._queue = queue
+        self._served = {s.adapter: queue.served(s) for s in running if s.adapter and not s.adapter.is_pinned}
+        # The next is the last: who is on the way out already, then who was served most.
+        self._others = sorted(self._served, key=lambda adapter: (adapter in were_leaving, self._served[adapter]))
+
+    def make_room(self, starved: Sequence) -> bool:
+        """For one more waiting sequence's adapter: of those more than `lead` ahead of it, as many as it takes. Whether there was one."""
+        assert starved.adapter, "the base model needs no pages"
+        num_wanted = starved.adapter.num_pages
+        ahead = [adapter for adapter in self._others if self._served[adapter] > self._queue.served(starved) + self._lead]
+        while ahead and num_wanted > 0:
+            adapter = ahead.pop()
+            self._others.remove(adapter)
+            self.adapters.add(adapter)
+            num_wanted -= adapter.num_pages
+        return num_wanted < starved.adapter.num_pages
 
 
 def _shares(running: Iterable[Sequence], held: Held, queue: FairQueue) -> dict[str, float]:

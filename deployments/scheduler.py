@@ -14,7 +14,7 @@ from collections.abc import Collection, Iterable, Iterator, Mapping
 from loray.deployments.adapters import Adapter, AdapterTable
 from loray.deployments.block_pool import BlockPool
 from loray.deployments.fair_queue import FairQueue
-from loray.deployments.fair_shares import Held, adapters_to_leave, may_pass, num_blocks, num_slots, victim_of_arrival, victim_of_growth
+from loray.deployments.fair_shares import Held, Leaving, may_pass, num_blocks, num_slots, victim_of_arrival, victim_of_growth
 from loray.deployments.plan import Plan
 from loray.deployments.sequence import Sequence
 from loray.models.step import Admission, CapturedSteps, Row
@@ -167,8 +167,7 @@ class Scheduler:
                 blocked = head
 
     def _take_over(self, taker: Sequence, num_wanted: int, held: Held) -> bool:
-        victim = victim_of_arrival(taker, num_wanted, held, self._max_batch_tokens, self.running, self.waiting)
-        if victim:
+        if victim := victim_of_arrival(taker, num_wanted, held, self._max_batch_tokens, self.running, self.waiting):
             self._preempt(Plan(), victim)
         return victim is not None
 
@@ -176,8 +175,9 @@ class Scheduler:
         return blocked is None or may_pass(head, self._num_wanted(head), blocked, self.running, self.waiting)
 
     def _admissible(self) -> Iterator[Sequence]:
-        """Waiting sequences that could start, least served first. Of the adapters outside the pool, the first that finds no pages is
-        the last that is looked at: pages that come free are kept for it."""
+        """Waiting sequences that could start, least served first. When an adapter outside the pool finds no pages, those that come free
+        are kept for it; those behind it are looked at as long as others make room for them."""
+        leaving: Leaving | None = None  # once one finds no pages
         were_leaving, self._leaving = self._leaving, set()
         for sequence in self.waiting:
             adapter = sequence.adapter
@@ -186,11 +186,13 @@ class Scheduler:
             if adapter is None or adapter.page_ids:
                 if adapter not in self._leaving or sequence in self._bound_to(adapter):
                     yield sequence
-            elif self.adapters.can_place(adapter):
+            elif not leaving and self.adapters.can_place(adapter):
                 yield sequence
             elif self.adapters.could_place(adapter):
-                self._leaving = adapters_to_leave(sequence, self._max_batch_tokens, were_leaving, self.running, self.waiting)
-                self.waiting.skip_outside()
+                leaving = leaving or Leaving(self._max_batch_tokens, were_leaving, self.running, self.waiting)
+                self._leaving = leaving.adapters
+                if not leaving.make_room(sequence):
+                    self.waiting.skip_outside()
 
     def _prefills(self) -> list[Sequence]:
         return [sequence for sequence in self.running if sequence.num_to_compute > 1]
@@ -201,8 +203,7 @@ class Scheduler:
         return len(self.running) + sum(rest)
 
     def _take_cached(self, sequence: Sequence) -> list[int]:
-        # At least one token is computed, so that there is something to sample from. An embedding takes all its tokens, and so do the
-        # log-probabilities of a prompt.
+        # At least one token is computed, to sample from; all of them for an embedding, and for the log-probabilities of a prompt.
         takes_all = sequence.request.pooling or sequence.wants_prompt_logprobs
         num_reusable = 0 if takes_all else (len(sequence.token_ids) - 1) // self.blocks.block_size
         return self.blocks.take_cached(sequence.hash_full_blocks(self.blocks.block_size)[:num_reusable])

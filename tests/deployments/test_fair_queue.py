@@ -8,7 +8,7 @@ from loray.cluster.channel import Address
 from loray.deployments import fair_queue
 from loray.deployments.adapters import Adapter
 from loray.deployments.fair_queue import FairQueue
-from loray.deployments.fair_shares import adapters_to_leave, num_slots, victim_of_arrival
+from loray.deployments.fair_shares import Leaving, num_slots, victim_of_arrival
 from loray.deployments.request import GenerationRequest
 from loray.deployments.sequence import Sequence
 from loray.models.step import Sampling
@@ -211,9 +211,23 @@ def test_as_many_adapters_leave_the_pool_as_it_takes_and_only_those_that_are_ahe
     assert starved.adapter
     for num_pages, names in ((1, "a"), (2, "ab"), (4, "abc")):
         starved.adapter.num_pages = num_pages
-        assert adapters_to_leave(starved, 15, [], running, queue) == {queue.adapters[name] for name in names}
+        leaving = Leaving(15, [], running, queue)
+        assert leaving.make_room(starved) and leaving.adapters == {queue.adapters[name] for name in names}
     starved.adapter.num_pages = 1
-    assert adapters_to_leave(starved, 15, [queue.adapters["c"]], running, queue) == {queue.adapters["c"]}, "it is on its way out already"
+    leaving = Leaving(15, [queue.adapters["c"]], running, queue)
+    assert leaving.make_room(starved) and leaving.adapters == {queue.adapters["c"]}, "it is on its way out already"
+
+
+def test_each_that_waits_for_pages_has_others_leave_until_none_is_ahead_of_it() -> None:
+    queue = Queue()
+    running = [queue.arrive(name, name) for name in ("a", "b", "c", "d")]
+    first, second, third, last = (queue.arrive(name, name) for name in ("first", "second", "third", "last"))
+    for sequence, num_tokens in zip(running, (40, 30, 20, 10), strict=True):
+        queue.start(sequence, num_tokens)
+    queue.charge(third, 10)
+    leaving = Leaving(15, [], running, queue)
+    assert [leaving.make_room(sequence) for sequence in (first, second, third, last)] == [True, True, False, True]
+    assert leaving.adapters == {queue.adapters[name] for name in "abc"}, "c is less than a lead ahead of the third"
 
 
 def test_waiting_sequences_are_counted_in_all_and_by_adapter() -> None:

@@ -156,6 +156,24 @@ def test_adapters_that_do_not_fit_together_take_turns_under_endless_demand() -> 
     assert sum(served) > 2 * 32 * num_loads, "a turn is worth more than a step's tokens"
 
 
+def test_with_four_times_as_many_busy_adapters_as_the_pool_holds_none_starves() -> None:
+    """Each has users who ask again as soon as they are answered, for long and short answers."""
+    server, rng = Server(num_blocks=2000, num_pages=4, max_batch_tokens=64, max_running=64), random.Random(0)
+    names = [f"a{i}" for i in range(16)]
+    users = {(name, user): server.add(new_prompt(rng, 6), rng.randint(10, 100), name) for name in names for user in range(3)}
+    waits, born = [], dict.fromkeys(users, 0)
+    for step in range(4000):
+        server.turn()
+        for user, sequence in users.items():
+            if sequence.is_finished:
+                users[user], born[user] = server.add(new_prompt(rng, 6), rng.randint(10, 100), user[0]), step
+            elif sequence.num_output == 1:
+                waits.append(step - born[user])
+    served = [server.served[name] for name in names]
+    assert min(served) > 0.7 * max(served), server.served
+    assert max(waits) < 900 and all(4000 - born[user] < 900 for user, sequence in users.items() if not sequence.num_output), max(waits)
+
+
 def test_base_requests_are_not_held_up_by_an_adapter_that_waits_for_pages() -> None:
     server, rng = Server(num_blocks=400, num_pages=2, max_batch_tokens=32), random.Random(0)
     server.add([1], 300, "a", num_pages=2)
