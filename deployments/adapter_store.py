@@ -162,6 +162,10 @@ class AdapterStore:
         entry = self._cache.entry(self.place_key(ref))
         return entry is not None and entry.is_private
 
+    def is_stale(self, ref: AdapterRef) -> bool:
+        """Whether the next find asks its source anew."""
+        return self.place_key(ref) in self._stale
+
     def place_key(self, ref: AdapterRef, path: str = "") -> str:
         """Of the folder of its download; the same for all ways to write the place."""
         if ref.merge and path:

@@ -7,6 +7,8 @@ from pathlib import Path
 
 from loray.deployments.adapter_sources import TEMPLATE_FILE, TOKENIZER_FILE
 from loray.deployments.errors import AdapterFailed
+from loray.models.adapter_config import CONFIG_FILE
+from loray.models.adapter_header import WEIGHTS_FILE
 
 MAX_FILE_BYTES = 4 << 20
 
@@ -29,12 +31,17 @@ def adapter_template(folder: Path, adapter_id: str) -> str:
     return template
 
 
+def _own_folders(folder: Path) -> set[str]:
+    """Its own, and where links to its other files lead, as in the hub's cache: those have been checked."""
+    return {os.path.realpath(folder), *(os.path.dirname(os.path.realpath(folder / name)) for name in (CONFIG_FILE, WEIGHTS_FILE))}
+
+
 def _read(folder: Path, name: str, adapter_id: str) -> str | None:
     """None: there is no such file."""
     file = folder / name
     try:
-        if Path(os.path.realpath(file)).parent != Path(os.path.realpath(folder)):  # a link may lead anywhere
-            raise AdapterFailed(f"adapter {adapter_id!r}: {name} does not lie in its folder")
+        if os.path.dirname(os.path.realpath(file)) not in _own_folders(folder):  # a link may lead anywhere
+            raise AdapterFailed(f"adapter {adapter_id!r}: {name} does not lie with its other files")
         found = file.stat()
         if not stat.S_ISREG(found.st_mode):  # a pipe would be waited for
             raise AdapterFailed(f"adapter {adapter_id!r}: {name} is not a file")

@@ -7,7 +7,7 @@ import json
 import math
 import re
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
@@ -22,6 +22,7 @@ from torch import Tensor
 from loray.models.adapter import AdapterError, AdapterSpec, read_adapter, signature
 from loray.models.adapter_config import CONFIG_FILE
 from loray.models.adapter_header import WEIGHTS_FILE
+from loray.models.bounded_patterns import MAX_PATTERN_LEN
 
 TENSOR_KINDS = {  # part of a tensor's name -> what an adapter with such a tensor has
     "lora_magnitude_vector": "DoRA",
@@ -166,11 +167,23 @@ def _write(merged: Mapping[str, tuple[Tensor, Tensor]], out: Path) -> None:
             raise AdapterError(f"merged adapter {out.name!r} cannot be written: {error}") from error
 
 
+def _joined(paths: Iterable[str]) -> Iterator[str]:
+    """Patterns that take these paths, none longer than a pattern may be."""
+    pattern = ""
+    for path in map(re.escape, paths):
+        if pattern and len(pattern) + 1 + len(path) > MAX_PATTERN_LEN:
+            yield pattern
+            pattern = ""
+        pattern = f"{pattern}|{path}" if pattern else path
+    if pattern:
+        yield pattern
+
+
 def _config(ranks: Mapping[str, int]) -> dict[str, Any]:
-    """One pattern for each rank that differs from the most common one: patterns are tried one by one for every module."""
+    """As few patterns as can be for each rank that differs from the most common one: they are tried one by one for every module."""
     rank = Counter(ranks.values()).most_common(1)[0][0]
     others = sorted(set(ranks.values()) - {rank})
-    pattern = {"|".join(re.escape(path) for path in ranks if ranks[path] == other): other for other in others}
+    pattern = {joined: other for other in others for joined in _joined(path for path in ranks if ranks[path] == other)}
     return {
         "peft_type": "LORA",
         "task_type": "CAUSAL_LM",

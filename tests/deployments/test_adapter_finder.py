@@ -90,6 +90,17 @@ def test_until_it_is_forgotten_an_adapter_is_what_was_downloaded_and_then_what_t
     run(work())
 
 
+def test_what_is_to_be_asked_for_anew_takes_no_thread_of_those_for_what_is_here(world: World) -> None:
+    async def work() -> None:
+        old = await world.finder.find(world.ref)
+        world.save(seed=1)
+        await world.finder.forget(world.ref)
+        world.finder._readers.shutdown()
+        assert (await world.finder.find(world.ref)).version != old.version
+
+    run(work())
+
+
 async def finds_the_new_one_beside_an_older_search(world: World, ref: AdapterRef) -> None:
     """When the source has something new and the world's own adapter was reloaded."""
     before, door = await world.held_search(ref)

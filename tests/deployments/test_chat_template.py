@@ -202,8 +202,18 @@ def test_a_folders_broken_template_is_the_adapters_failure(tmp_path: Path) -> No
         with pytest.raises(AdapterFailed, match="tokenizer_config.json"):
             adapter_template(folder, "a")
     (folder / "chat_template.jinja").symlink_to(tmp_path / "secret")
-    with pytest.raises(AdapterFailed, match="does not lie in its folder"):
+    with pytest.raises(AdapterFailed, match="does not lie with its other files"):
         adapter_template(folder, "a")
+
+
+def test_a_template_may_be_a_link_to_where_the_adapters_other_files_are(tmp_path: Path) -> None:
+    folder, blobs = tmp_path / "snapshot", tmp_path / "blobs"
+    folder.mkdir()
+    blobs.mkdir()
+    for name, content in (("adapter_config.json", "{}"), ("adapter_model.safetensors", ""), ("chat_template.jinja", "linked")):
+        (blobs / f"{name}-digest").write_text(content)
+        (folder / name).symlink_to(blobs / f"{name}-digest")
+    assert adapter_template(folder, "a") == "linked"
 
 
 def test_a_replica_finds_the_template_of_an_adapter(tmp_path: Path) -> None:

@@ -10,11 +10,13 @@ from typing import Any
 import pytest
 import torch
 from peft import PeftModel
+from peft.utils.other import get_pattern_key
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
 from loray.models.adapter import AdapterError, read_adapter
-from loray.models.merging import MergeMethod, merge_adapters
+from loray.models.bounded_patterns import MAX_PATTERN_LEN
+from loray.models.merging import MergeMethod, _config, merge_adapters
 from tests.models.conductor import Conductor, prompt_of
 from tests.models.tiny_llama import oracle, oracle_generate, save_adapter, save_llama
 
@@ -256,6 +258,16 @@ def test_the_config_needs_one_pattern_for_each_rank(three: list[Path], adapters:
 
 
 @pytest.mark.slow
+def test_a_model_of_many_layers_has_patterns_that_are_not_too_long() -> None:
+    paths = {name: [f"model.layers.{i}.{name}" for i in range(126)] for name in ("self_attn.q_proj", "self_attn.v_proj", "mlp.up_proj")}
+    ranks = {path: rank for (name, rank) in zip(paths, (16, 8, 8), strict=True) for path in paths[name]}
+    config = _config(ranks | dict.fromkeys(paths["self_attn.q_proj"][:70], 24))
+    assert config["r"] == 8 and sorted(config["rank_pattern"].values()) == [16, 24] + [24] * (len(config["rank_pattern"]) - 2)
+    assert all(len(pattern) <= MAX_PATTERN_LEN for pattern in config["rank_pattern"])
+    for path, rank in (ranks | dict.fromkeys(paths["self_attn.q_proj"][:70], 24)).items():
+        assert config["rank_pattern"].get(get_pattern_key(config["rank_pattern"], path), config["r"]) == rank
+
+
 def test_merging_needs_no_ray() -> None:
     code = "import sys, loray.models.merging; sys.exit('ray' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code]).returncode == 0
