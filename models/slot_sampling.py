@@ -7,7 +7,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
-import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
@@ -16,6 +15,7 @@ from loray.models.parallel import Parallel
 from loray.models.penalties import penalise
 from loray.models.sampler import LOWEST_TEMPERATURE, NEVER, SAMPLING_ROW, SamplingRows, most_probable, sample
 from loray.models.step import Admission, Alternatives, Row, RowFailure, Sampling, Step
+from loray.models.to_device import to_device
 from loray.models.to_host import ToHost
 from loray.models.watermark import green_bias
 
@@ -106,11 +106,11 @@ class SlotSampling:
         rows = self._rows[slots]
         rows["position"] = positions
         token_ids, logprobs = sample(logits, rows, self._scores(logits, slots, rows))
-        places = self._upload(slots * self._tokens.shape[1] + positions)
-        self._tokens.view(-1).index_copy_(0, places, token_ids.int())
         wanting = (rows["num_alternatives"] > 0).nonzero()[0]
+        places, wanted = self._upload(slots * self._tokens.shape[1] + positions, wanting)
+        self._tokens.view(-1).index_copy_(0, places, token_ids.int())
         counts = dict(zip(wanting.tolist(), rows["num_alternatives"][wanting].tolist(), strict=True))
-        alternatives = most_probable(logits[self._upload(wanting)], max(counts.values())) if counts else ()
+        alternatives = most_probable(logits[wanted], max(counts.values())) if counts else ()
         return Drawn(slots.tolist(), ToHost(token_ids, logprobs), ToHost(*alternatives), counts)
 
     def fetch(self, drawn: Drawn) -> Sampled:
@@ -128,20 +128,21 @@ class SlotSampling:
         is_shaped = rows["is_shaped"]
         if not is_shaped.any():
             return logits
-        places = self._upload(is_shaped.nonzero()[0])
+        (places,) = self._upload(is_shaped.nonzero()[0])
         return logits.index_copy(0, places, self._shape(logits[places], slots[is_shaped], rows[is_shaped]))
 
     def _shape(self, scores: Tensor, slots: Ints, rows: SamplingRows) -> Tensor:
         is_penalised = (rows["repetition_penalty"] != 1) | (rows["frequency_penalty"] != 0) | (rows["presence_penalty"] != 0)
         if is_penalised.any():
-            places, penalised = self._upload(is_penalised.nonzero()[0]), rows[is_penalised]
-            tokens = self._tokens[self._upload(slots[is_penalised]), : int(penalised["position"].max())]
+            places, penalised_slots = self._upload(is_penalised.nonzero()[0], slots[is_penalised])
+            penalised = rows[is_penalised]
+            tokens = self._tokens[penalised_slots, : int(penalised["position"].max())]
             scores[places] = penalise(scores[places], tokens, penalised)
         self._add_biases(scores, slots)
         if rows["is_watermarked"].any():
-            places = self._upload(rows["is_watermarked"].nonzero()[0])
-            previous = slots * self._tokens.shape[1] + rows["position"] - 1
-            previous_ids = self._tokens.view(-1)[self._upload(previous[rows["is_watermarked"]])].tolist()
+            before = slots * self._tokens.shape[1] + rows["position"] - 1
+            places, previous = self._upload(rows["is_watermarked"].nonzero()[0], before[rows["is_watermarked"]])
+            previous_ids = self._tokens.view(-1)[previous].tolist()  # a GPU is waited for here
             scores[places] += green_bias(previous_ids, scores.shape[1]).to(scores.device)
         is_young = rows["position"] - rows["num_prompt"] < rows["min_new_tokens"]
         unwanted = [self._stop_ids[slot] if young else [] for slot, young in zip(slots.tolist(), is_young.tolist(), strict=True)]
@@ -157,18 +158,18 @@ class SlotSampling:
         token_ids = np.concatenate([ids for _, ids, _ in found])
         values = np.concatenate([values for *_, values in found])
         is_known = token_ids < scores.shape[1]  # a token without a logit can't come anyway
-        places = self._upload(rows[is_known]), self._upload(token_ids[is_known])
-        scores[places] += torch.from_numpy(values[is_known]).to(scores.device)
+        where, which, added = self._upload(rows[is_known], token_ids[is_known], values[is_known])
+        scores[where, which] += added
 
     def _ban(self, scores: Tensor, token_ids: Sequence[Sequence[int]]) -> None:
         """token_ids: for each row those that must not come now."""
         pairs = [(row, token_id) for row, ids in enumerate(token_ids) for token_id in ids if 0 <= token_id < scores.shape[1]]
         if pairs:
-            rows, columns = self._upload(np.array(pairs, np.int64).T)
-            scores[rows, columns] = NEVER
+            rows, columns = self._upload(*np.array(pairs, np.int64).T)
+            scores.index_put_((rows, columns), scores.new_full((), NEVER))  # a number of the host's would be brought over, and waited for
 
-    def _upload(self, values: Ints) -> Tensor:
-        return torch.from_numpy(np.ascontiguousarray(values)).to(self._tokens.device, non_blocking=True)
+    def _upload(self, *arrays: NDArray) -> tuple[Tensor, ...]:
+        return to_device(self._tokens.device, *arrays)
 
 
 def _is_plain(sampling: Sampling) -> bool:
