@@ -195,8 +195,8 @@ class Runner:
         return self.launch(step).result()
 
     def waits_for(self, step: Step) -> bool:
-        """Whether launching the step takes as long as computing it: who wants results of those before had better fetch them first."""
-        return not self._sampling.is_plain_step(step)
+        """Whether launching the step waits for those before: who wants their results had better fetch them first."""
+        return self._sampling.needs_tokens(step)
 
     @torch.inference_mode()
     def launch(self, step: Step) -> Launched:

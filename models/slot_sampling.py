@@ -94,11 +94,12 @@ class SlotSampling:
         rows = self._rows[slots]
         return bool(((rows["temperature"] <= LOWEST_TEMPERATURE) & ~rows["is_shaped"] & (rows["num_alternatives"] == 0)).all())
 
-    def is_plain_step(self, step: Step) -> bool:
-        """The same for all of a step's rows, those among them that it admits as well."""
-        admitted = {admission.slot: _is_plain(admission.sampling) for admission in step.admissions}
-        others = np.array([row.slot for row in step.rows if row.slot not in admitted], np.int64)
-        return all(admitted.values()) and self.is_plain(others)
+    def needs_tokens(self, step: Step) -> bool:
+        """Whether the host must know tokens of the steps before: they decide what a grammar allows, and what a watermark prefers."""
+        admitted = {admission.slot for admission in step.admissions}
+        others = [row.slot for row in step.rows if row.slot not in admitted]
+        is_bound = any(admission.sampling.grammar or admission.sampling.watermark for admission in step.admissions)
+        return is_bound or self._grammars.holds(others) or bool(self._rows["is_watermarked"][others].any())
 
     def sample(self, logits: Tensor, slots: Ints, positions: Ints) -> Drawn:
         """The slots' next tokens, which become theirs. logits: [num_samples, vocab_size]; positions of the tokens to be sampled."""
@@ -170,10 +171,6 @@ class SlotSampling:
 
     def _upload(self, *arrays: NDArray) -> tuple[Tensor, ...]:
         return to_device(self._tokens.device, *arrays)
-
-
-def _is_plain(sampling: Sampling) -> bool:
-    return sampling.temperature <= LOWEST_TEMPERATURE and not _is_shaped(sampling) and not sampling.num_alternatives
 
 
 def _is_shaped(sampling: Sampling) -> bool:

@@ -110,5 +110,24 @@ class Conductor:
         return self.play([Request(prompt, page_ids or [], num_new=num_new)])[0]
 
 
+def pipelined(conductor: Conductor, requests: list[Request], num_new: int) -> list[list[int]]:
+    """As a rank does it: each step is launched before the results of the one before are fetched."""
+    rows = [Row(i, len(r.prompt), conductor.blocks(i, 0, len(r.prompt)), True) for i, r in enumerate(requests)]
+    admissions = [Admission(i, r.prompt, [], 0, r.page_ids, r.sampling) for i, r in enumerate(requests)]
+    launched = conductor.runner.launch(Step(1, [], admissions, rows))
+    outputs: list[list[int]] = [[] for _ in requests]
+    for number in range(1, num_new + 1):
+        following = None
+        if number < num_new:
+            lengths = [len(r.prompt) + number - 1 for r in requests]
+            decodes = [Row(i, 1, conductor.blocks(i, length, length + 1), True) for i, length in enumerate(lengths)]
+            following = conductor.runner.launch(Step(number + 1, [], [], decodes))
+        for output, token_id in zip(outputs, launched.result().token_ids, strict=True):
+            output.append(token_id)
+        if following:
+            launched = following
+    return outputs
+
+
 def prompt_of(length: int, seed: int = 0, vocab_size: int = 101) -> list[int]:
     return torch.randint(0, vocab_size, (length,), generator=torch.Generator().manual_seed(seed)).tolist()

@@ -11,6 +11,16 @@ from tests.models.tiny_llama import save_llama
 from tests.tiny_tokenizer import save_tiny_tokenizer
 
 VOCAB_SIZE, EOS_ID = 330, 2  # some more tokens than the tokenizer has
+LARGE_VOCAB_SIZE = 1500  # more than top-p looks at first
+PLAIN = [  # of what a launch need not wait for
+    Sampling(),
+    Sampling(temperature=0.7, seed=1, num_alternatives=3),
+    Sampling(temperature=1.0, seed=2, top_k=40, repetition_penalty=1.3),
+    Sampling(temperature=1.0, seed=3, top_p=0.9, logit_bias={5: 3.0, 9: -2.0}),
+    Sampling(temperature=1.5, seed=4, top_p=0.99, top_k=1200, frequency_penalty=0.5),
+    Sampling(temperature=0.9, seed=5, typical_p=0.8, presence_penalty=-0.5, num_alternatives=5),
+    Sampling(presence_penalty=1.0, min_new_tokens=20, stop_ids=[2, 3], num_alternatives=1),
+]
 SCHEMA = {
     "type": "object",
     "properties": {"name": {"enum": ["a", "bc"]}, "age": {"type": "integer", "minimum": 0, "maximum": 99}},

@@ -12,9 +12,9 @@ from loray.models.layout import lay_out
 from loray.models.slot_sampling import Drawn, Sampled, SlotSampling
 from loray.models.step import Admission, Row, Sampling, Step
 from loray.models.warm_up import warm_up
-from tests.models.conductor import Conductor, Request, prompt_of
+from tests.models.conductor import Conductor, Request, pipelined, prompt_of
 from tests.models.families import FAMILIES, save_family
-from tests.models.sampling_jobs import grammar, save_model
+from tests.models.sampling_jobs import PLAIN, grammar, save_model
 
 PAGES = {"r4": [9], "r16": [7, 3]}
 
@@ -131,29 +131,10 @@ def test_a_warm_runner_gives_the_tokens_of_any_other(base: Path, max_running: in
     assert warm.play([request])[0].token_ids == other.play([request])[0].token_ids
 
 
-def pipelined(conductor: Conductor, requests: list[Request], num_new: int) -> list[list[int]]:
-    """As a rank does it: each step is launched before the results of the one before are fetched."""
-    rows = [Row(i, len(r.prompt), conductor.blocks(i, 0, len(r.prompt)), True) for i, r in enumerate(requests)]
-    admissions = [Admission(i, r.prompt, [], 0, r.page_ids, r.sampling) for i, r in enumerate(requests)]
-    launched = conductor.runner.launch(Step(1, [], admissions, rows))
-    outputs: list[list[int]] = [[] for _ in requests]
-    for number in range(1, num_new + 1):
-        following = None
-        if number < num_new:
-            lengths = [len(r.prompt) + number - 1 for r in requests]
-            decodes = [Row(i, 1, conductor.blocks(i, length, length + 1), True) for i, length in enumerate(lengths)]
-            following = conductor.runner.launch(Step(number + 1, [], [], decodes))
-        for output, token_id in zip(outputs, launched.result().token_ids, strict=True):
-            output.append(token_id)
-        if following:
-            launched = following
-    return outputs
-
-
 def test_results_may_be_fetched_a_step_late_also_where_grammars_need_them_before(tmp_path: Path) -> None:
     folder = save_model(tmp_path / "model")
     turns = Sampling(temperature=1.0, seed=3, grammar=grammar(regex="(ab){6}"))  # what is allowed changes with each token
-    for samplings in ([Sampling(), Sampling(temperature=0.9, seed=1)], [Sampling(), turns]):
+    for samplings in (PLAIN, [Sampling(), turns], [Sampling(watermark=True), Sampling(temperature=0.9, seed=1)]):
         requests = [Request(prompt_of(9, seed=i), [], sampling) for i, sampling in enumerate(samplings)]
         expected = [output.token_ids for output in Conductor(folder).play(requests)]
         assert pipelined(Conductor(folder), requests, num_new=8) == expected
@@ -170,19 +151,22 @@ def test_a_grammar_makes_only_the_steps_of_its_own_slot_wait(tmp_path: Path, mon
         return fetch(sampling, drawn)
 
     monkeypatch.setattr(SlotSampling, "fetch", fetch_and_note)
-    samplings = [Sampling(), Sampling(grammar=grammar(regex="[ab]*"))]
+    samplings = [Sampling(temperature=0.8, top_p=0.9, repetition_penalty=1.2), Sampling(grammar=grammar(regex="[ab]*"))]
     admissions = [Admission(slot, [5, 6], [], 0, [], sampling) for slot, sampling in enumerate(samplings)]
     for slot in (0, 1):
         conductor.step([Row(slot, 2, conductor.blocks(slot, 0, 2), True)], [admissions[slot]])
-    last, has_waited = None, []
+    last, has_waited, waits_for = None, [], []
     for step_id, slots in enumerate(([0], [0], [0, 1], [0, 1], [0], [0]), start=10):
         fetched.clear()
-        launched = conductor.runner.launch(Step(step_id, [], [], [Row(slot, 1, [], True) for slot in slots]))
+        step = Step(step_id, [], [], [Row(slot, 1, [], True) for slot in slots])
+        waits_for.append(conductor.runner.waits_for(step))
+        launched = conductor.runner.launch(step)
         has_waited.append(bool(fetched))
         if last:
             last.result()
         last = launched
     assert has_waited == [False, False, False, True, False, False]
+    assert waits_for == [False, False, True, True, False, False]
 
 
 def test_a_matcher_goes_when_its_text_is_whole(tmp_path: Path) -> None:
