@@ -11,7 +11,7 @@ from loray.kernels import native
 from loray.models.batch import AttentionGroup, AttentionWork, Mask, PagedWork
 from loray.models.layout import Layout
 from loray.models.slots import Slots
-from loray.models.upload import upload
+from loray.models.to_device import upload
 
 Ints = NDArray[np.int64]
 SMALLEST_CONTEXT = 256  # shorter contexts share a group: another call costs more than their padding

@@ -23,7 +23,7 @@ from loray.models.prompt_logprobs import MAX_PIECE, PromptLogprobs
 from loray.models.slot_sampling import Sampled, SlotSampling
 from loray.models.slots import Slots
 from loray.models.step import Admission, LoadReport, Pooling, Row, Step, StepResult
-from loray.models.upload import upload
+from loray.models.to_device import upload
 
 Ints = NDArray[np.int64]
 

@@ -12,7 +12,7 @@ from loray.models.batch import PagedWork
 from loray.models.layout import Layout
 from loray.models.slots import Slots
 from loray.models.step import Admission, Row
-from loray.models.upload import upload
+from loray.models.to_device import upload
 
 Ints = NDArray[np.int64]
 

@@ -13,7 +13,7 @@ from loray.models.layout import Layout
 from loray.models.lora_groups import lora_work, special_rows
 from loray.models.paged_table import PagedTable
 from loray.models.special import Special
-from loray.models.upload import upload
+from loray.models.to_device import upload
 
 
 class Planner:

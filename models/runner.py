@@ -41,8 +41,8 @@ from loray.models.registry import model_class
 from loray.models.slot_sampling import Drawn, SlotSampling
 from loray.models.slots import Slots
 from loray.models.step import Admission, LoadReport, Row, Sampling, Step, StepResult
+from loray.models.to_device import upload
 from loray.models.to_host import ToHost
-from loray.models.upload import upload
 from loray.models.warm_up import warm_up
 
 logger = logging.getLogger("loray.runner")
