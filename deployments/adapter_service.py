@@ -29,7 +29,7 @@ from loray.deployments.engine import ABORTED, Engine
 from loray.deployments.errors import AdapterFailed, LorayError
 from loray.deployments.needed_folders import NeededFolders
 from loray.deployments.replaced_adapters import ReplacedAdapters
-from loray.deployments.request import AdapterRef
+from loray.deployments.request import AdapterRef, AdapterTemplate
 from loray.deployments.slow_work import told_when_slow
 
 logger = logging.getLogger("ray.serve.loray")
@@ -82,11 +82,12 @@ class AdapterService:
         """The same, and whoever waits is told in time: a download may take longer than an ingress waits for a replica."""
         return await told_when_slow(self.find(ref), SLOW_S, on_slow)
 
-    async def chat_template(self, ref: AdapterRef) -> str:
-        """The one that the adapter brings, "" for none. Raises a LorayError."""
+    async def chat_template(self, ref: AdapterRef) -> AdapterTemplate:
+        """Raises a LorayError."""
         adapter = await self.find(ref)
         with self._folders.needed(adapter):
-            return await self._finder.look(lambda: adapter_template(Path(adapter.path), ref.adapter_id))
+            text = await self._finder.look(lambda: adapter_template(Path(adapter.path), ref.adapter_id))
+        return AdapterTemplate(text, adapter.version)
 
     @contextmanager
     def counted(self, ref: AdapterRef, adapter: Adapter) -> Iterator[Callable[[str], None]]:

@@ -5,7 +5,7 @@ from typing import Protocol
 
 from loray.deployments.adapter_records import AdapterChange, Changed
 from loray.deployments.adapter_status import AdapterStatus
-from loray.deployments.request import AdapterRef, GenerationRequest, TokenEvent
+from loray.deployments.request import AdapterRef, AdapterTemplate, GenerationRequest, TokenEvent
 
 
 class Backend(Protocol):
@@ -36,8 +36,8 @@ class Backend(Protocol):
         """As it was before, unless it was changed again since."""
         ...
 
-    async def chat_template(self, adapter: AdapterRef) -> str:
-        """The one that the adapter brings, "" for none. Raises what `generate` would raise of this adapter."""
+    async def chat_template(self, adapter: AdapterRef) -> AdapterTemplate:
+        """Raises what `generate` would raise of this adapter."""
         ...
 
     async def healthy(self) -> bool:

@@ -8,11 +8,11 @@ from loray.deployments.backend import Backend
 from loray.deployments.errors import TemplateError
 from loray.deployments.expiring import Expiring
 from loray.deployments.off_loop import off_loop_if
-from loray.deployments.request import AdapterRef
+from loray.deployments.request import AdapterRef, AdapterTemplate
 from loray.deployments.template_renderer import TemplateRenderer
 from loray.deployments.tokenizer import Tokenizer, is_much
 
-LIFETIME_S = 10.0  # after which a replaced adapter's template counts
+LIFETIME_S = 10.0  # of what is remembered; an adapter that is replaced meanwhile is noticed by its version
 MAX_REMEMBERED = 1024
 
 
@@ -22,11 +22,11 @@ class ChatTemplates:
         self._backend = backend
         self._configured = configured_template(configured) if configured else ""
         self._strangers = TemplateRenderer(tokenizer.special_tokens)
-        self._of_adapters: Expiring[AdapterRef, str] = Expiring(LIFETIME_S, MAX_REMEMBERED)
+        self._of_adapters: Expiring[AdapterRef, AdapterTemplate] = Expiring(LIFETIME_S, MAX_REMEMBERED)
 
     async def prompt(self, messages: list[dict[str, Any]], tools: list[tool_format.Tool], adapter: AdapterRef | None) -> str:
         """The prompt that asks for the next assistant message. Raises TemplateError, and the adapter's errors."""
-        own = await self._of(adapter) if adapter else ""
+        own = (await self._of(adapter)).text if adapter else ""
         template = own or self._configured or self._tokenizer.chat_template(bool(tools))
         if not template:
             raise TemplateError("the model has no chat template: use /v1/completions or /generate", param="messages")
@@ -47,8 +47,15 @@ class ChatTemplates:
             return await self._tokenizer.render_chat(messages, tools, template)
         return await self._strangers.render(template, messages, tools)
 
-    async def _of(self, adapter: AdapterRef) -> str:
-        """ "" for none."""
+    async def version(self, adapter: AdapterRef | None) -> str:
+        """Of the adapter whose template writes prompts now, "" for the base model. Raises the adapter's errors."""
+        return (await self._of(adapter)).version if adapter else ""
+
+    def forget(self, adapter: AdapterRef | None) -> None:
+        """It was replaced."""
+        self._of_adapters.drop(lambda remembered: remembered == adapter)
+
+    async def _of(self, adapter: AdapterRef) -> AdapterTemplate:
         template = self._of_adapters.get(adapter)
         if template is None:
             template = await self._backend.chat_template(adapter)

@@ -33,13 +33,13 @@ from loray.deployments.config import BLOCK_SIZE, ServerArgs
 from loray.deployments.deadlines import in_time, seconds_left
 from loray.deployments.driver_log import DriverLog
 from loray.deployments.engine import ABORTED, Engine
-from loray.deployments.errors import Incomplete, LorayError
+from loray.deployments.errors import Incomplete, LorayError, TemplateOutdated
 from loray.deployments.host_tier import HostTier
 from loray.deployments.model_check import check_model
 from loray.deployments.pools import fitting_tokens, size_pools
 from loray.deployments.queue_limits import QueueLimits
 from loray.deployments.registry_follower import RegistryFollower
-from loray.deployments.request import AdapterRef, GenerationRequest
+from loray.deployments.request import AdapterRef, AdapterTemplate, GenerationRequest
 from loray.deployments.scheduler import Scheduler
 from loray.deployments.sequence import Ending
 from loray.deployments.tracing import Tracing, make_tracing
@@ -127,8 +127,8 @@ class Driver:
             self._engine.abort(generation.request_id)
             raise
 
-    async def chat_template(self, adapter: bytes) -> str:
-        """The one that the adapter brings, "" for none. Raises a LorayError."""
+    async def chat_template(self, adapter: bytes) -> AdapterTemplate:
+        """Raises a LorayError."""
         return await self._adapters.chat_template(msgspec.msgpack.decode(adapter, type=AdapterRef))
 
     async def stats(self) -> dict[str, float]:
@@ -223,9 +223,11 @@ def is_snapshot(folder: Path) -> bool:
 
 
 def check_version(generation: GenerationRequest, adapter: Adapter) -> None:
-    """An answer is of one version: what another replica has begun is not ended with other weights."""
+    """An answer is of one version: what another replica has begun is not ended with other weights, nor another's prompt continued."""
+    name = repr(generation.adapter_id)
+    if generation.template_version not in ("", adapter.version):
+        raise TemplateOutdated(f"adapter {name} was replaced since its chat template was read; try again")
     if generation.output_ids and generation.adapter_version != adapter.version:
-        name = repr(generation.adapter_id)
         raise Incomplete(f"adapter {name} was replaced meanwhile: the version that the answer was begun with is gone with its replica")
 
 

@@ -21,7 +21,7 @@ from loray.deployments.adapter_status import AdapterStatus
 from loray.deployments.deadlines import seconds_left
 from loray.deployments.errors import AdapterChanged, AdapterFailed, DeadlineExceeded, Incomplete, LorayError, Unhealthy, from_wire
 from loray.deployments.mailbox import Mailbox, ReplicaLost
-from loray.deployments.request import AdapterRef, GenerationRequest, TokenEvent
+from loray.deployments.request import AdapterRef, AdapterTemplate, GenerationRequest, TokenEvent
 from loray.deployments.token_channel import TokenReceiver
 
 logger = logging.getLogger("ray.serve.loray")
@@ -94,7 +94,7 @@ class DriverClient:
         """Also whether tokens would arrive here."""
         return not self._receiving.done() and await self._ask("healthy")
 
-    async def chat_template(self, adapter: AdapterRef) -> str:
+    async def chat_template(self, adapter: AdapterRef) -> AdapterTemplate:
         """May take as long as a download."""
         try:
             async with asyncio.timeout(TEMPLATE_S):

@@ -10,6 +10,7 @@ LorayError
 ├── Forbidden            403 forbidden              this server has no admin key, so nobody is an admin
 ├── AdapterFailed        424 generation             the adapter can't be used; says which and why
 │   ├── AdapterChanged   424 generation             its files were replaced again and again while they were read
+│   ├── TemplateOutdated 424 generation             it was replaced, again and again, since its chat template was read
 │   ├── SourceFailed     424 generation             its source does not answer, whoever asks
 │   └── AdapterNotFound  424 generation             (404 model_not_found on /v1)
 │       └── UnknownAdapter  404 not_found           an admin asks for an adapter that this server does not know
@@ -86,6 +87,10 @@ class AdapterChanged(AdapterFailed):
     """While its files were read. Who has no token yet is served in the version that is there now."""
 
 
+class TemplateOutdated(AdapterFailed):
+    """The prompt is of another version's template than the version that is served now. Ingress writes it anew."""
+
+
 class UnknownAdapter(AdapterNotFound):
     status = 404
     error_type = "not_found"
@@ -125,7 +130,7 @@ class Unhealthy(LorayError):
     retry_after: ClassVar[int] = 5  # seconds; a lost replica is built anew in more
 
 
-_ADAPTER_ERRORS = AdapterFailed, AdapterNotFound, AdapterChanged, SourceFailed
+_ADAPTER_ERRORS = AdapterFailed, AdapterNotFound, AdapterChanged, TemplateOutdated, SourceFailed
 _OVER_THE_WIRE = InvalidRequest, GrammarFailed, *_ADAPTER_ERRORS, Overloaded, Incomplete, DeadlineExceeded, Unhealthy
 _BY_NAME: dict[str, type[LorayError]] = {kind.__name__: kind for kind in _OVER_THE_WIRE}
 

@@ -17,7 +17,7 @@ from loray.deployments.chat_template import ChatTemplates
 from loray.deployments.completion_plan import completion_plan
 from loray.deployments.error_docs import OPENAI_ENTRY, OPENAI_LIST, OPENAI_MODEL
 from loray.deployments.error_shapes import openai_body
-from loray.deployments.errors import AdapterNotFound, InvalidRequest, ToolError
+from loray.deployments.errors import AdapterNotFound, InvalidRequest, TemplateOutdated, ToolError
 from loray.deployments.generation import OFF_LOOP_TOKENS, Piece, PromptToken, Timing
 from loray.deployments.json_answer import json_answer
 from loray.deployments.json_route import JsonRoute
@@ -69,6 +69,14 @@ class OpenAIApi:
         served = f"{model.id}\n{model.revision}\n{service.info()['model_dtype']}\n{service.info()['version']}"
         self._fingerprint = f"fp_{hashlib.blake2b(served.encode(), digest_size=5).hexdigest()}"
 
+    async def chat(self, body: ChatBody, token: str) -> Response:
+        """An adapter that was replaced since its template was read has the prompt written anew."""
+        try:
+            return await self.answer(await self.chat_call(body, token))
+        except TemplateOutdated:
+            self._templates.forget(body.adapter(self._service.model_id, token))
+        return await self.answer(await self.chat_call(body, token))
+
     async def chat_call(self, body: ChatBody, token: str) -> Call:
         received = time.monotonic()
         self._check_choices(body)
@@ -82,6 +90,7 @@ class OpenAIApi:
             lambda: [message.for_template() for message in body.messages],
         )
         async with self._service.in_time(received):
+            version = await self._templates.version(adapter)
             prompt = await self._templates.prompt(messages, plan.tools, adapter)
             check_text(self._service, prompt, CHAT_NAMES.prompt)
             token_ids = await self._service.tokenizer.encode_rendered(prompt)
@@ -95,6 +104,7 @@ class OpenAIApi:
                 max_new_tokens=body.max_new_tokens,
                 ignore_eos=bool(body.ignore_eos),
                 stop_token_ids=tuple(body.stop_token_ids or ()),
+                template_version=version,
             )
             requests.append(self._service.request(token_ids, wanted, names))
         choices = [ChatChoice(index, bool(body.logprobs), plan.parser()) for index in range(len(requests))]
@@ -258,7 +268,7 @@ def make_router(service: Service) -> APIRouter:
     @router.post("/chat/completions", response_model=None, responses={**CHAT_DOCS, **OPENAI_MODEL})
     async def chat_completions(body: ChatBody, token: Token) -> Response:
         """The next message of a conversation."""
-        return await api.answer(await api.chat_call(body, token))
+        return await api.chat(body, token)
 
     @router.post("/completions", response_model=None, responses={**COMPLETION_DOCS, **OPENAI_MODEL})
     async def completions(body: CompletionBody, token: Token) -> Response:

@@ -36,6 +36,13 @@ class AdapterRef(msgspec.Struct, frozen=True, kw_only=True):
         return f"AdapterRef({self.adapter_id!r}, source={self.source!r}, revision={self.revision!r})"
 
 
+class AdapterTemplate(msgspec.Struct, frozen=True):
+    """The chat template that an adapter brings."""
+
+    text: str  # "" = none
+    version: str  # of the adapter
+
+
 class GenerationRequest(msgspec.Struct, frozen=True, kw_only=True):
     """One sequence to generate, or with `pooling` to embed. `output_ids` is what an earlier replica already made of it."""
 
@@ -47,6 +54,7 @@ class GenerationRequest(msgspec.Struct, frozen=True, kw_only=True):
     sampling: Sampling
     adapter: AdapterRef | None = None  # None = base model
     adapter_version: str = ""  # that output_ids are of
+    template_version: str = ""  # of the adapter whose chat template wrote the prompt; "" = none did
     pooling: Pooling = ""
     stop_token_ids: list[int] = []  # tokens that end it, beside EOS
     wants_prompt_logprobs: bool = False

@@ -56,6 +56,7 @@ class Wanted:
     ignore_eos: bool = False
     stop_token_ids: tuple[int, ...] = ()
     prompt_logprobs: bool = False
+    template_version: str = ""
 
 
 def random_seed() -> int:
@@ -63,8 +64,7 @@ def random_seed() -> int:
 
 
 class Service:
-    """`facts` are shown in /info as they are and win over what the arguments say (model_dtype, attention, …).
-    `replica` is a label in /metrics."""
+    """`facts` are shown in /info and win over what the arguments say (model_dtype, attention, …). `replica` is a label in /metrics."""
 
     def __init__(
         self, args: ServerArgs, tokenizer: Tokenizer, backend: Backend, max_total_tokens: int, facts: Mapping[str, Any], replica: str = ""
@@ -118,6 +118,7 @@ class Service:
             ignore_eos=wanted.ignore_eos,
             sampling=wanted.sampling,
             adapter=wanted.adapter,
+            template_version=wanted.template_version,
             stop_token_ids=list(wanted.stop_token_ids),
             wants_prompt_logprobs=wanted.prompt_logprobs,
             grammar_field=names.grammar,

@@ -12,7 +12,7 @@ from loray.deployments.adapter_records import AdapterChange, AdapterSet, Changed
 from loray.deployments.adapter_status import AdapterStatus
 from loray.deployments.config import ServerArgs
 from loray.deployments.http_app import make_app
-from loray.deployments.request import AdapterRef, GenerationRequest, TokenEvent
+from loray.deployments.request import AdapterRef, AdapterTemplate, GenerationRequest, TokenEvent
 from loray.deployments.service import Service
 from loray.deployments.tokenizer import Tokenizer
 from tests.tiny_tokenizer import tiny_tokenizer
@@ -45,6 +45,7 @@ class ScriptedBackend:
         self.changes: list[AdapterChange] = []
         self.records = AdapterSet()
         self.templates: dict[str, str] = {}  # chat templates, by the id of the adapter that brings one
+        self.versions: dict[str, str] = {}  # of adapters, by id
         self.loads: dict[str, list[AdapterStatus]] = {}  # by adapter id: how its status goes on after a change, one at each look
 
     async def generate(self, request: GenerationRequest) -> AsyncGenerator[TokenEvent, None]:
@@ -121,8 +122,8 @@ class ScriptedBackend:
     async def undo_adapter_change(self, changed: Changed) -> None:
         self.records.undo(changed)
 
-    async def chat_template(self, adapter: AdapterRef) -> str:
-        return self.templates.get(adapter.adapter_id, "")
+    async def chat_template(self, adapter: AdapterRef) -> AdapterTemplate:
+        return AdapterTemplate(self.templates.get(adapter.adapter_id, ""), self.versions.get(adapter.adapter_id, ""))
 
     async def healthy(self) -> bool:
         return self.is_healthy

@@ -290,7 +290,7 @@ def test_another_replica_does_not_unload_what_a_template_is_read_from(world: Wor
     async def work() -> None:
         (world.web.root / "mine" / "chat_template.jinja").write_text("hello")
         service, _ = world.replica()
-        assert await service.chat_template(world.ref) == "hello"
+        assert (await service.chat_template(world.ref)).text == "hello"
         await settled(service)
         assert not world.files()
 

@@ -3,6 +3,7 @@
 import asyncio
 import json
 import threading
+from collections.abc import Sequence
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -15,11 +16,12 @@ from loray.deployments.adapter_store import AdapterStore
 from loray.deployments.adapter_template import adapter_template
 from loray.deployments.chat_template import ChatTemplates, configured_template
 from loray.deployments.config import AdapterArgs
+from loray.deployments.driver import check_version
 from loray.deployments.driver_client import DriverClient
 from loray.deployments.errors import AdapterFailed, AdapterNotFound, LorayError, TemplateError
 from loray.deployments.openai import OpenAIApi
 from loray.deployments.openai_request import ChatBody
-from loray.deployments.request import AdapterRef
+from loray.deployments.request import AdapterRef, AdapterTemplate, GenerationRequest
 from loray.deployments.template_renderer import TemplateRenderer
 from loray.deployments.tokenizer import Tokenizer
 from tests.deployments.file_server import HubServer
@@ -64,9 +66,9 @@ def test_an_adapters_template_is_asked_for_once_in_a_while() -> None:
     class Counting(ScriptedBackend):
         asked = 0
 
-        async def chat_template(self, adapter: AdapterRef) -> str:
+        async def chat_template(self, adapter: AdapterRef) -> AdapterTemplate:
             self.asked += 1
-            return ROLES
+            return AdapterTemplate(ROLES, "1")
 
     backend = Counting([[2]])
     service = service_of(backend)
@@ -81,9 +83,46 @@ def test_an_adapters_template_is_asked_for_once_in_a_while() -> None:
     assert backend.asked == 1
 
 
+class Replaced(ScriptedBackend):
+    """Its adapter is replaced between the question for the template and the request, so many times."""
+
+    num_left = 1
+
+    def script_of(self, request: GenerationRequest) -> Sequence[list[int] | Exception]:
+        if self.num_left:
+            self.num_left -= 1
+            number = int(self.versions["pirate"]) + 1
+            self.versions["pirate"], self.templates["pirate"] = str(number), f"v{number} {ROLES}"
+        adapter = SimpleNamespace(version=self.versions["pirate"])
+        try:
+            check_version(request, adapter)  # type: ignore[arg-type]
+        except LorayError as error:
+            return [error]
+        return self.script
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_prompt_is_written_anew_when_its_adapter_was_replaced_since(stream: bool) -> None:
+    backend = Replaced([[2]])
+    backend.templates["pirate"], backend.versions["pirate"] = f"v1 {ROLES}", "1"
+    service = service_of(backend)
+    for wanted, num_requests in (("v2", 2), ("v2", 3)):
+        response = send(service, "POST", CHAT, json={"model": "pirate", "messages": MESSAGES, "stream": stream})
+        assert response.status_code == 200 and "error" not in response.text
+        assert len(backend.requests) == num_requests
+        assert HF.decode(backend.requests[-1].prompt_ids) == f"{wanted} [user]hello"
+
+
+def test_an_adapter_that_is_replaced_again_and_again_is_told() -> None:
+    backend = Replaced([[2]])
+    backend.num_left, backend.templates["pirate"], backend.versions["pirate"] = 9, ROLES, "1"
+    response = answer(backend, {}, model="pirate")
+    assert response.status_code == 424 and "replaced since its chat template was read" in response.text
+
+
 def test_an_adapter_that_can_not_be_used_is_refused_with_its_own_error() -> None:
     class Gone(ScriptedBackend):
-        async def chat_template(self, adapter: AdapterRef) -> str:
+        async def chat_template(self, adapter: AdapterRef) -> AdapterTemplate:
             raise AdapterNotFound(f"no adapter {adapter.adapter_id!r}")
 
     response = answer(Gone([[2]]), {}, model="gone")
@@ -224,7 +263,7 @@ def test_a_replica_finds_the_template_of_an_adapter(tmp_path: Path) -> None:
 
     async def templates() -> list[str]:
         service = AdapterService(store, start_engine(RankInProcess()), max_waiting=2, page_bytes=PAGE_BYTES)
-        found = [await service.chat_template(AdapterRef(adapter_id=name)) for name in ("plain", "own")]
+        found = [(await service.chat_template(AdapterRef(adapter_id=name))).text for name in ("plain", "own")]
         with pytest.raises(AdapterNotFound):
             await service.chat_template(AdapterRef(adapter_id="gone"))
         return found

@@ -14,7 +14,7 @@ from loray.deployments.grammars import GrammarSpec
 from loray.deployments.http_app import make_app
 from loray.deployments.native import NativeApi
 from loray.deployments.native_request import EmbedBody, GenerateBody
-from loray.deployments.request import AdapterRef
+from loray.deployments.request import AdapterRef, AdapterTemplate
 from loray.deployments.service import FieldNames, Service, Wanted
 from loray.deployments.tokenizer import Tokenizer
 from loray.models.step import Sampling
@@ -93,9 +93,9 @@ SLOW_TO_PREPARE: dict[str, dict[str, Any]] = {
 @pytest.mark.parametrize("path", SLOW_TO_PREPARE)
 def test_a_deadline_holds_while_templates_and_grammars_are_waited_for(path: str) -> None:
     class Slow(ScriptedBackend):
-        async def chat_template(self, adapter: AdapterRef) -> str:
+        async def chat_template(self, adapter: AdapterRef) -> AdapterTemplate:
             await asyncio.Event().wait()
-            return ""
+            raise AssertionError
 
     async def compile_slowly(spec: GrammarSpec, param: str) -> bytes:
         await asyncio.Event().wait()
