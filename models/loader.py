@@ -1,7 +1,6 @@
 """Reads a safetensors checkpoint into a model: a dumb loop. Which part of a tensor a rank needs, the model's layers say."""
 
 import logging
-import sys
 import time
 from collections.abc import Iterator
 from contextlib import ExitStack
@@ -10,16 +9,14 @@ from typing import Any, Protocol, runtime_checkable
 
 from safetensors import SafetensorError, safe_open
 from torch import nn
-from tqdm import tqdm
 
 from loray.models.decoder import Decoder
 from loray.models.linear import Weight
 from loray.models.model_folder import WEIGHTS, weight_files
+from loray.models.progress import with_progress
 
 logger = logging.getLogger("loray.loader")
 DTYPES = ("F64", "F32", "F16", "BF16")
-
-REPORT_S = 5.0  # between two lines of the log, where no terminal shows a bar
 
 Layer = tuple[nn.Module, list[tuple[str, Weight]]]  # a module and its weights, by their names in the checkpoint
 
@@ -48,24 +45,13 @@ def load_weights(model: Decoder, folder: Path, has_float8_weights: bool = False)
         ]
         names = {name for _, weights in layers for name, _ in weights}
         _check_names(folder, names, set(tensors), model.ignored_tensors)
-        for module, weights in _with_progress(layers):
+        for module, weights in with_progress(layers, "loading weights", "layer"):
             for name, weight in weights:
                 num_bytes += _read(folder, name, weight, tensors[name])
             if isinstance(module, Packed):
                 module.pack(has_float8_weights)
     logger.info("loaded %d tensors, %.2f GB, in %.1f s", len(names), num_bytes / 1e9, time.perf_counter() - started)
     return num_bytes
-
-
-def _with_progress(layers: list[Layer]) -> Iterator[Layer]:
-    """A bar on a terminal, else a line now and then."""
-    has_bar = sys.stderr.isatty()
-    reported = time.monotonic()
-    for index, layer in enumerate(tqdm(layers, desc="loading weights", unit="layer", file=sys.stderr, disable=not has_bar)):
-        if not has_bar and time.monotonic() - reported >= REPORT_S:
-            logger.info("loading weights: %d of %d layers", index, len(layers))
-            reported = time.monotonic()
-        yield layer
 
 
 def _layers(model: nn.Module) -> Iterator[tuple[nn.Module, list[Weight]]]:

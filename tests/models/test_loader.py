@@ -9,7 +9,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers import LlamaForCausalLM
 
-from loray.models import loader
+from loray.models import progress
 from loray.models.loader import WeightsError
 from tests.models.conductor import Conductor, prompt_of
 from tests.models.tiny_llama import oracle, oracle_generate, save_llama
@@ -106,8 +106,8 @@ def test_of_many_names_that_do_not_fit_the_first_are_named_and_the_rest_counted(
 def test_a_long_load_without_a_terminal_reports_in_the_log(
     base: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, seconds: float, has_lines: bool
 ) -> None:
-    monkeypatch.setattr(loader, "REPORT_S", seconds)
-    with caplog.at_level(logging.INFO, "loray.loader"):
+    monkeypatch.setattr(progress, "REPORT_S", seconds)
+    with caplog.at_level(logging.INFO, "loray.progress"):
         Conductor(base)
     assert ("loading weights: 3 of 15 layers" in caplog.text) == has_lines
 
