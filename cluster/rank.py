@@ -42,6 +42,7 @@ class RankSpec(msgspec.Struct, frozen=True):
     world_size: int
     max_running: int
     max_total_tokens: int
+    max_batch_tokens: int
     block_size: int
     memory_fraction: float
     has_float8_cache: bool = False
@@ -92,7 +93,7 @@ class Rank:
         dtype = getattr(torch, spec.dtype)
         sizes = spec.max_running, spec.max_total_tokens, spec.block_size
         flags = spec.trust_remote_code, spec.has_float8_cache, spec.quantization == "fp8"
-        return Runner(Path(spec.model_path), parallel, device, dtype, *sizes, *flags)
+        return Runner(Path(spec.model_path), parallel, device, dtype, *sizes, *flags, spec.max_batch_tokens)
 
     def _hosted_runner(self, device: "torch.device") -> "CausalLMRunner":
         import torch

@@ -240,6 +240,7 @@ def rank_spec(args: ServerArgs, folder: Path) -> RankSpec:
         world_size=args.tensor_parallel_size,
         max_running=args.scheduler.max_running,
         max_total_tokens=min(args.model.max_total_tokens, limits.max_position_embeddings or args.model.max_total_tokens),
+        max_batch_tokens=args.scheduler.max_batch_tokens,
         block_size=BLOCK_SIZE,
         memory_fraction=args.kv_cache.memory_fraction,
         has_float8_cache=args.kv_cache.dtype == "fp8",

@@ -119,8 +119,10 @@ def lora_beside(x: Tensor, pages: LoraPages, segments: LoraSegments, product: Ca
     assert segments.stream is not None
     main = torch.cuda.current_stream()
     segments.stream.wait_stream(main)
-    with torch.cuda.stream(segments.stream):
-        delta = lora_update(x, pages, segments)
-    y = product()
-    main.wait_stream(segments.stream)
+    try:
+        with torch.cuda.stream(segments.stream):
+            delta = lora_update(x, pages, segments)
+        y = product()
+    finally:  # out of memory, too: a capture ends in another error where its streams are not joined
+        main.wait_stream(segments.stream)
     return Parted(y, delta, segments.is_updated)

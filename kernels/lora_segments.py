@@ -235,7 +235,7 @@ def _expand_tile(  # type: ignore[no-untyped-def]
     tl.store(place, total.to(y.dtype.element_ty), mask=is_here)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_tiles"])  # which differs among layers and helps no code: there are fewer kernels to compile
 def _expand_kernel(  # type: ignore[no-untyped-def]
     shrunk,
     b,

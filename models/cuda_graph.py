@@ -8,6 +8,7 @@ import logging
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -16,12 +17,13 @@ from torch import Tensor
 from loray.models.adapter import PAGE_RANK
 from loray.models.batch import Batch
 from loray.models.decode_inputs import MAX_PAGES, DecodeInputs
+from loray.models.device_memory import fits
 from loray.models.layout import Layout
+from loray.models.progress import with_progress
 from loray.models.step import CapturedSteps
 
 logger = logging.getLogger("loray.graphs")
 CAPTURE_S = 60.0  # then no more are captured; steps of the sizes that are missing take the next larger ones
-SECONDS_BETWEEN_NOTES = 2.0
 CAPTURED = CapturedSteps(max_tokens=512, max_scores=1 << 18)  # beyond, a prompt's keys are read too often, once for each query
 
 
@@ -58,21 +60,25 @@ class DecodeGraphs:
         self._output: DecodeOutput | None = None  # of them all, [max_rows] each: logits of their own would take a gigabyte
 
     @no_garbage_collected()
-    def capture(self, has_lora: bool, on_any_rank: Callable[[bool], bool]) -> None:
-        """has_lora: whether there are rank pages at all; on_any_rank: whether that is so on some rank, since all must have the same."""
-        started = noted = time.monotonic()
+    def capture(self, has_lora: bool, on_any_rank: Callable[[list[bool]], list[bool]]) -> bool:
+        """Whether there was room. All ranks stop at the same graph, whatever the reason and whichever rank has it.
+
+        has_lora: whether there are rank pages at all; on_any_rank: for each flag whether it is set on some rank."""
+        started = time.monotonic()
         wanted = [(size, lora) for size in reversed(self._sizes) for lora in ((False, True) if has_lora else (False,))]
         pool = torch.cuda.graph_pool_handle()
-        for number, (size, lora) in enumerate(wanted):
-            seconds = time.monotonic() - started
-            if on_any_rank(seconds > CAPTURE_S):
-                logger.warning("only %d of %d decodes were captured in %.0f s; smaller batches are padded", number, len(wanted), seconds)
+        for size, lora in with_progress(wanted, "capturing decodes", "graph"):
+            is_there = fits(partial(self._capture, size, lora, pool))
+            is_full, is_late = on_any_rank([not is_there, time.monotonic() - started > CAPTURE_S])
+            if is_full:
+                return False
+            if is_late:
                 break
-            self._graphs[size, lora] = self._captured(size, lora, pool)
-            if time.monotonic() - noted > SECONDS_BETWEEN_NOTES:
-                noted = time.monotonic()
-                logger.info("captured %d of %d decodes", number + 1, len(wanted))
-        logger.info("captured %d decodes, up to %d rows, in %.1f s", len(self._graphs), self._sizes[-1], time.monotonic() - started)
+        seconds, num_missing = time.monotonic() - started, len(wanted) - len(self._graphs)
+        logger.info("captured %d decodes, up to %d rows, in %.1f s", len(self._graphs), self._sizes[-1], seconds)
+        if num_missing:
+            logger.warning("%d decodes were left out after %.0f s; smaller batches are padded", num_missing, seconds)
+        return True
 
     def can_run(self, layout: Layout) -> bool:
         num_ranks = max((sum(end - start for start, end in runs) for runs in layout.runs), default=0)
@@ -95,12 +101,13 @@ class DecodeGraphs:
         num_rows, lora = len(layout.positions), any(layout.runs)
         return next((size for size in self._sizes if size >= num_rows and (size, bool(lora)) in self._graphs), None)
 
-    def _captured(self, size: int, lora: bool, pool: Any) -> torch.cuda.CUDAGraph:
+    def _capture(self, size: int, lora: bool, pool: Any) -> None:
         self._run(size, lora)  # once without: kernels are compiled and libraries take their workspaces
         graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph, pool=pool):
+        # A capture that fails to end leaves its own stream current: the outer context brings back the one before.
+        with torch.cuda.stream(torch.cuda.current_stream()), torch.cuda.graph(graph, pool=pool):
             self._run(size, lora)
-        return graph
+        self._graphs[size, lora] = graph
 
     def _run(self, size: int, lora: bool) -> None:
         output = self._decode(self._inputs.batch(size, lora))

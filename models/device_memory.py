@@ -1,9 +1,13 @@
 """How much memory a rank may still take, how it is taken, and what to do when it took too much."""
 
 import gc
+from collections.abc import Callable
 
 import torch
 from torch import Tensor
+
+# What CUDA, cuBLAS, x86's and ARM's allocators say.
+OUT_OF_MEMORY = "out of memory", "CUBLAS_STATUS_ALLOC_FAILED", "can't allocate memory", "not enough memory"
 
 
 def claimed(pool: Tensor) -> Tensor:
@@ -19,9 +23,21 @@ def free_bytes(device: torch.device, memory_fraction: float) -> int:
     return max(0, int(total * memory_fraction) - (total - free))
 
 
-def is_out_of_memory(error: RuntimeError) -> bool:
-    """On a GPU or, in other words, on a CPU: x86's and ARM's."""
-    return isinstance(error, torch.OutOfMemoryError) or any(words in str(error) for words in ("can't allocate memory", "not enough memory"))
+def fits(work: Callable[[], object]) -> bool:
+    """Does it; false where memory did not suffice."""
+    try:
+        work()
+    except RuntimeError as error:
+        if not is_out_of_memory(error):
+            raise
+        return False
+    return True
+
+
+def is_out_of_memory(error: BaseException) -> bool:
+    """On a GPU or, in other words, on a CPU; or came of such an error, as that of a capture which could not be ended after it."""
+    is_one = isinstance(error, torch.OutOfMemoryError) or any(words in str(error) for words in OUT_OF_MEMORY)
+    return is_one or (error.__context__ is not None and is_out_of_memory(error.__context__))
 
 
 def release(device: torch.device) -> None:

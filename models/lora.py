@@ -86,6 +86,7 @@ class LoraPool:
             b = linear.weight.new_empty(num_pages * PAGE_RANK, linear.out_size)
             linear.lora = LoraPages(claimed(a), claimed(b), linear.widths)
         self._writer = PageWriter(self._linears, self._device)
+        self._writer.warm_up()
 
     def load_all(self, loads: list[AdapterLoad], freed_pages: Sequence[int] = ()) -> dict[int, str]:
         """Fill the pages of each load, all of them; where the adapter cannot be read, on this rank or another, they are zero.

@@ -40,6 +40,12 @@ class PageWriter:
         self._dtypes = {pool.dtype for pool in self._pools.values()}
         self._arrivals: list[Arrival] = []
 
+    def warm_up(self) -> None:
+        """Writes nothing; so the first adapter waits for no compiler."""
+        if self._stream is not None and len(self._dtypes) == 1:
+            no_rows = torch.tensor([[0, 0, 1, 0, 0, 0]], device=self._device)
+            _scatter(torch.empty(1, dtype=next(iter(self._dtypes)), device=self._device), no_rows, most_elements=1)
+
     def write(self, adapter: RankAdapter, page_ids: list[int]) -> Arrival | None:
         """The whole adapter. On a GPU it is under way when this comes back; see `wait`."""
         if self._stream is None or self._dtypes != {adapter.values.dtype}:  # a copy beside the steps converts nothing

@@ -2,7 +2,9 @@
 
 import logging
 import time
+from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 import msgspec
@@ -21,7 +23,7 @@ from loray.models.born_on import born_on
 from loray.models.converted import cache_folder
 from loray.models.cuda_graph import CAPTURED, DecodeGraphs, DecodeOutput
 from loray.models.decode_inputs import DecodeInputs
-from loray.models.device_memory import free_bytes, is_out_of_memory, release
+from loray.models.device_memory import fits, free_bytes, release
 from loray.models.device_support import check_device
 from loray.models.grammar_masks import GrammarMasks
 from loray.models.kv_cache import FLOAT8, KVCache
@@ -43,7 +45,7 @@ from loray.models.slots import Slots
 from loray.models.step import Admission, LoadReport, Row, Sampling, Step, StepResult
 from loray.models.to_device import upload
 from loray.models.to_host import ToHost
-from loray.models.warm_up import warm_up
+from loray.models.warm_up import StepLimits, warm_up_steps
 
 logger = logging.getLogger("loray.runner")
 FEWER_BLOCKS = 0.9  # of those that did not fit
@@ -64,6 +66,7 @@ class Runner:
         trust_remote_code: bool = False,
         has_float8_cache: bool = False,
         has_float8_weights: bool = False,
+        max_batch_tokens: int = 2048,
     ) -> None:
         started = time.perf_counter()
         if device.type == "cpu":
@@ -92,6 +95,7 @@ class Runner:
         self.grammars = GrammarMasks(model_path, trust_remote_code, is_timed=parallel.rank == 0)
         self._sampling = SlotSampling(self._tokens, self.grammars, parallel)
         self._has_float8_cache = has_float8_cache
+        self._max_batch_tokens = max_batch_tokens
         self._kv_cache: KVCache | None = None
         self._graphs: DecodeGraphs | None = None
         self._recorded: RecordedDecodes | None = None
@@ -119,37 +123,40 @@ class Runner:
         with born_on(self._device, self._dtype), torch.inference_mode():
             self._lora.allocate(num_pages)
             scales = self._measured_scales() if self._has_float8_cache else None
-            while not self._has_room(num_blocks, num_pages, scales):
-                fewer = int(num_blocks * FEWER_BLOCKS)
-                logger.warning(
-                    "out of memory with %d KV blocks: trying %d; a lower kv_cache.memory_fraction avoids this", num_blocks, fewer
-                )
-                if not fewer:
-                    raise MemoryError("there is no room for a single KV block")
-                num_blocks = fewer
-        if self._device.type == "cuda":
-            max_running, max_total_tokens = self._tokens.shape[0] - 1, self._tokens.shape[1] - 1
-            warm_up(self.execute, max_running, min(max_total_tokens, num_blocks // 2 * self._block_size), self._block_size, num_pages > 0)
+        while not self._has_room(num_blocks, num_pages, scales):
+            fewer = int(num_blocks * FEWER_BLOCKS)
+            logger.warning("out of memory with %d KV blocks: trying %d; a lower kv_cache.memory_fraction avoids this", num_blocks, fewer)
+            if not fewer:
+                raise MemoryError("there is no room for a single KV block")
+            num_blocks = fewer
         return num_blocks
 
     def _has_room(self, num_blocks: int, num_pages: int, scales: Tensor | None) -> bool:
-        """Makes the cache, and the graphs that need it."""
-        is_full = False
-        try:
-            self._kv_cache = cache = self._make_cache(num_blocks, scales)
-            if self._device.type == "cuda" and self._table:
-                self._graphs = self._captured(self._table, has_lora=num_pages > 0)
-            elif native.has_linear() and native.serves(self._device, self._dtype) and self._parallel.is_alone:
-                self._recorded = RecordedDecodes(lambda batch: self._model.hidden(batch, cache.layers), self._slots.block_table.shape[1])
-        except RuntimeError as error:
-            if not is_out_of_memory(error):
-                raise
-            is_full = True
-        is_full = self._parallel.any_rank([is_full], self._device)[0]
-        if is_full:
-            self._kv_cache = self._graphs = self._recorded = None
+        """Makes the cache, and the graphs that need it; then tries the steps that take most."""
+        with born_on(self._device, self._dtype), torch.inference_mode():
+            has_room = self._all_fit(partial(self._make_pools, num_blocks, scales))
+            if has_room and self._graphs:
+                has_room = self._graphs.capture(num_pages > 0, lambda flags: self._parallel.any_rank(flags, self._device))
+        if has_room and self._table:
+            sizes = len(self._tokens) - 1, self._tokens.shape[1] - 1, self._max_batch_tokens, self._block_size
+            steps = warm_up_steps(StepLimits(*sizes, num_blocks, num_pages))
+            has_room = all(self._all_fit(partial(self.execute, step)) for step in steps)
+        if not has_room:
+            self._kv_cache = self._graphs = self._recorded = self._last = None
             release(self._device)
-        return not is_full
+        return has_room
+
+    def _all_fit(self, work: Callable[[], object]) -> bool:
+        """Whether no rank ran out of memory."""
+        return not self._parallel.any_rank([not fits(work)], self._device)[0]
+
+    def _make_pools(self, num_blocks: int, scales: Tensor | None) -> None:
+        self._kv_cache = cache = self._make_cache(num_blocks, scales)
+        if self._device.type == "cuda" and self._table:
+            max_rows = max(len(self._tokens) - 1, CAPTURED.max_tokens)
+            self._graphs = DecodeGraphs(DecodeInputs(max_rows, self._tokens, self._table.blocks), self._decode)
+        elif native.has_linear() and native.serves(self._device, self._dtype) and self._parallel.is_alone:
+            self._recorded = RecordedDecodes(lambda batch: self._model.hidden(batch, cache.layers), self._slots.block_table.shape[1])
 
     @property
     def _kv_dtype(self) -> torch.dtype:
@@ -179,12 +186,6 @@ class Runner:
             return self._model.logits(self._model.hidden(batch, cache.layers)[-self._block_size :], batch)
 
         return measured_scales(make, last_logits)
-
-    def _captured(self, table: PagedTable, has_lora: bool) -> DecodeGraphs:
-        max_rows = max(len(self._tokens) - 1, CAPTURED.max_tokens)
-        graphs = DecodeGraphs(DecodeInputs(max_rows, self._tokens, table.blocks), self._decode)
-        graphs.capture(has_lora, lambda flag: self._parallel.any_rank([flag], self._device)[0])
-        return graphs
 
     def _decode(self, batch: Batch) -> DecodeOutput:
         assert self._kv_cache is not None

@@ -9,10 +9,14 @@ import pytest
 import torch
 
 from loray.models import runner as runner_module
-from loray.models.device_memory import claimed
+from loray.models.cuda_graph import DecodeGraphs
+from loray.models.decode_inputs import DecodeInputs
+from loray.models.device_memory import claimed, fits
 from loray.models.device_support import UnsupportedDevice, check_gpu
 from loray.models.parallel import Parallel
 from loray.models.runner import Runner
+from loray.models.step import Step, StepResult
+from tests.models.rank_threads import ThreadGroup
 
 TOO_MANY_BYTES = 1 << 48  # more than a process can address
 NO_FLOAT8 = (False, False)  # neither the cache nor the weights
@@ -49,6 +53,100 @@ def test_where_the_blocks_do_not_fit_there_are_fewer_and_the_log_says_so(
     assert runner._kv_cache is not None and len(runner._kv_cache.layers[0].blocks) == num_blocks
     assert f"out of memory with {too_many} KV blocks: trying" in caplog.records[0].getMessage()
     assert str(num_blocks) in caplog.records[-1].getMessage()
+
+
+def out_of_memory() -> torch.OutOfMemoryError:
+    return torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB")
+
+
+def test_where_the_first_steps_do_not_fit_there_are_fewer_blocks(base: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(runner_module, "uses_triton", lambda device: True)
+    execute = Runner.execute
+
+    def execute_few(self: Runner, step: Step) -> StepResult:
+        assert self._kv_cache is not None
+        if len(self._kv_cache.layers[0].blocks) > 80 and len(step.rows) == 4:
+            raise out_of_memory()
+        return execute(self, step)
+
+    monkeypatch.setattr(Runner, "execute", execute_few)
+    assert Runner(base, Parallel(), torch.device("cpu"), torch.float32, 4, 128).allocate(100, 8) == 72  # 100, 90, 81
+
+
+def test_where_one_rank_has_no_room_for_the_first_steps_all_have_fewer_blocks(base: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(runner_module, "uses_triton", lambda device: True)
+    execute = Runner.execute
+
+    def execute_few(self: Runner, step: Step) -> StepResult:
+        result = execute(self, step)
+        if self._parallel.rank == 1 and len(self._kv_cache.layers[0].blocks) > 95:  # type: ignore[union-attr]
+            raise out_of_memory()
+        return result
+
+    monkeypatch.setattr(Runner, "execute", execute_few)
+
+    def allocated(parallel: Parallel) -> int:
+        return Runner(base, parallel, torch.device("cpu"), torch.float32, 4, 128).allocate(100, 8)
+
+    assert ThreadGroup(2).run(allocated) == [90, 90]
+
+
+class ShortOfMemory(DecodeGraphs):
+    """Captures nothing, and may run out of memory at one size."""
+
+    full_at: tuple[int, bool] | None = None
+
+    def _capture(self, size: int, lora: bool, pool: object) -> None:
+        if (size, lora) == self.full_at:
+            raise out_of_memory()
+        self._graphs[size, lora] = object()  # type: ignore[assignment]
+
+
+@pytest.mark.parametrize(("full_at", "num_there"), [((512, False), 0), ((64, True), 25), ((1, True), 45), (None, 46)])
+def test_all_ranks_stop_capturing_where_one_runs_out_of_memory(
+    full_at: tuple[int, bool] | None, num_there: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch.cuda, "graph_pool_handle", lambda: None)
+
+    def captured(parallel: Parallel) -> tuple[bool, int, list[bool]]:
+        device = torch.device("cpu")
+        graphs = ShortOfMemory(DecodeInputs(512, torch.zeros(5, 9), torch.zeros(5, 2)), lambda batch: pytest.fail("nothing is run"))
+        graphs.full_at = full_at if parallel.rank == 1 else None
+        has_room = graphs.capture(True, lambda flags: parallel.any_rank(flags, device))
+        return has_room, len(graphs._graphs), parallel.any_rank([parallel.rank == 0, False], device)
+
+    first, second = ThreadGroup(2).run(captured)
+    is_whole = full_at is None
+    assert first == (is_whole, num_there + (not is_whole), [True, False])
+    assert second == (is_whole, num_there, [True, False])
+
+
+def test_where_one_rank_is_late_all_have_the_same_graphs(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+    monkeypatch.setattr(torch.cuda, "graph_pool_handle", lambda: None)
+
+    def captured(parallel: Parallel) -> int:
+        graphs = ShortOfMemory(DecodeInputs(512, torch.zeros(5, 9), torch.zeros(5, 2)), lambda batch: pytest.fail("nothing is run"))
+        flags = iter([False] * 6 + [parallel.rank == 1])
+        assert graphs.capture(True, lambda given: parallel.any_rank([given[0], next(flags)], torch.device("cpu")))
+        return len(graphs._graphs)
+
+    with caplog.at_level(logging.WARNING, "loray.graphs"):
+        assert ThreadGroup(2).run(captured) == [7, 7]
+    assert "decodes were left out" in caplog.text
+
+
+def test_an_error_that_came_of_running_out_of_memory_counts_as_that() -> None:
+    def run(error: Exception) -> None:
+        try:
+            raise error
+        finally:
+            raise RuntimeError("CUDA error: capturing stream has unjoined work")
+
+    assert not fits(lambda: run(out_of_memory()))
+    assert not fits(lambda: run(RuntimeError("Triton Error [CUDA]: out of memory")))
+    with pytest.raises(RuntimeError, match="unjoined"):
+        fits(lambda: run(RuntimeError("CUDA error: an illegal memory access was encountered")))
+    assert fits(lambda: None)
 
 
 def test_a_pool_takes_its_memory_at_once() -> None:

@@ -11,7 +11,7 @@ from loray.models.decode_inputs import DecodeInputs
 from loray.models.layout import lay_out
 from loray.models.slot_sampling import Drawn, Sampled, SlotSampling
 from loray.models.step import Admission, Row, Sampling, Step
-from loray.models.warm_up import warm_up
+from loray.models.warm_up import StepLimits, warm_up_steps
 from tests.models.conductor import Conductor, Request, pipelined, prompt_of
 from tests.models.families import FAMILIES, save_family
 from tests.models.sampling_jobs import PLAIN, grammar, save_model
@@ -114,6 +114,7 @@ def test_the_buffers_hold_a_block_of_lora_for_each_sequence_and_one_for_every_16
     assert runner._table is not None
     inputs = DecodeInputs(64, runner._tokens, runner._table.blocks)
     runner._slots.runs[:4] = [((0, 8),), ((8, 16),), ((16, 24),), ((24, 32),)]
+    runner._slots.num_computed[:] = 0
     rows = [Row(slot, count, [], True) for slot, count in enumerate((17, 17, 17, 13))]
     inputs.fill(lay_out(rows, runner._slots, 16), num_rows=64)
     segments = inputs._segments(64)
@@ -126,7 +127,8 @@ def test_the_buffers_hold_a_block_of_lora_for_each_sequence_and_one_for_every_16
 @pytest.mark.parametrize("max_running", [1, 4])
 def test_a_warm_runner_gives_the_tokens_of_any_other(base: Path, max_running: int) -> None:
     warm, other = (Conductor(base, max_running=max_running) for _ in range(2))
-    warm_up(warm.runner.execute, max_running, max_tokens=40, block_size=16, has_lora=True)
+    for step in warm_up_steps(StepLimits(max_running, 128, 48, 16, num_blocks=16, num_pages=4)):
+        warm.runner.execute(step)
     request = Request(prompt_of(9), [])
     assert warm.play([request])[0].token_ids == other.play([request])[0].token_ids
 
