@@ -1,18 +1,22 @@
 """A linear layer over few tokens on a GPU: all that counts is how fast the matrix is read, once. Its twin is torch's own."""
 
+from functools import cache
+
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
 from loray.kernels.linked import LINKED, wait_for_earlier
+from loray.kernels.shared_memory import shared_bytes
 
 MAX_TOKENS = 32
 MAX_PROGRAMS = 132  # one for each multiprocessor; where there is work for more, cuBLAS reads as fast
 OUTPUTS_AT_ONCE = 64
 INPUTS_AT_ONCE = 128
 NUM_STAGES = 6  # tiles of the matrix under way: 96 KB of a multiprocessor's 228 KB
-NEWEST_WITH_LESS_MEMORY = (8, 9)  # compute capability: those hold no such tiles
+NEEDED_BYTES = 120 << 10  # of shared memory, with the tiles of the inputs
+OLDEST = (9, 0)  # compute capability
 
 
 def is_faster(x: Tensor, weight: Tensor) -> bool:
@@ -20,7 +24,12 @@ def is_faster(x: Tensor, weight: Tensor) -> bool:
     out_size, in_size = weight.shape
     fits = x.dtype.itemsize == 2 and out_size % OUTPUTS_AT_ONCE == 0 and in_size % INPUTS_AT_ONCE == 0
     is_one_wave = MAX_PROGRAMS // 3 <= out_size // OUTPUTS_AT_ONCE <= MAX_PROGRAMS and in_size <= 2 * out_size
-    return fits and is_one_wave and 0 < len(x) <= MAX_TOKENS and torch.cuda.get_device_capability(x.device) > NEWEST_WITH_LESS_MEMORY
+    return fits and is_one_wave and 0 < len(x) <= MAX_TOKENS and _suits(x.device)
+
+
+@cache
+def _suits(device: torch.device) -> bool:
+    return torch.cuda.get_device_capability(device) >= OLDEST and shared_bytes(device) >= NEEDED_BYTES
 
 
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:

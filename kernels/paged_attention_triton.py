@@ -12,12 +12,14 @@ from loray.kernels.attention import Scoring
 from loray.kernels.attention_triton import FIRST_MAX, attend_tile, cache_rows
 from loray.kernels.linked import LINKED, wait_for_earlier
 from loray.kernels.paged_kv import PagedKV
+from loray.kernels.shared_memory import fitting_keys, shared_bytes
 
 WANTED_PROGRAMS = 264  # two for each of 132 multiprocessors: as many as these hold at once
 MIN_SPLIT_TOKENS = 256  # a smaller share saves less time than the second launch takes
 MAX_SPLITS = 64  # the second launch holds them all in registers
 TILE_BYTES = 16384  # of keys, and as much of values
 NUM_STAGES = 5  # of which three fetch block ids: two tiles are under way, and three programs fit into 228 KB of shared memory
+TILES_AT_ONCE = 2  # of keys, and of values, in shared memory
 STATS_COLUMNS = 16  # behind a partial result: maximum, sum, and room that keeps rows aligned
 
 
@@ -46,12 +48,14 @@ def paged_attention(q: Tensor, kv: PagedKV, scoring: Scoring) -> Tensor:
         partials = torch.empty(num_seqs, num_heads, splits, head_dim + STATS_COLUMNS, dtype=torch.float32, device=q.device)
     dims = max(16, triton.next_power_of_2(head_dim))  # tensor cores multiply at least 16
     rows = max(16, triton.next_power_of_2(num_heads // num_kv_heads))  # tensor cores multiply at least 16
+    most_keys = min(64, max(16, TILE_BYTES // (dims * kv_cache.element_size())))
+    sizes = q.element_size(), kv_cache.element_size()
     _decode_kernel[(num_kv_heads, num_seqs, splits)](
         *(q, kv_cache, block_table, context_lens, kv_scales, partials, q.stride(0), block_table.stride(0), scoring.scale, scoring.cap),
         *(num_heads, num_kv_heads, head_dim, block_size, scoring.window, scoring.cap > 0, splits > 1, STATS_COLUMNS),
         PRECISION="ieee" if q.dtype == torch.float32 else "tf32",  # of float32 alone
         M=rows,
-        N=min(64, max(16, TILE_BYTES // (dims * kv_cache.element_size()))),
+        N=fitting_keys(most_keys, rows, dims, TILES_AT_ONCE, sizes, shared_bytes(q.device)),
         D=dims,
         num_warps=_num_warps(rows * dims),
         num_stages=NUM_STAGES,

@@ -11,12 +11,14 @@ from torch import Tensor
 from loray.kernels.attention import PromptWork, Scoring
 from loray.kernels.attention_triton import FIRST_MAX, attend_tile, cache_rows
 from loray.kernels.paged_kv import PagedKV
+from loray.kernels.shared_memory import fitting_keys, shared_bytes
 
 MAX_DIMS = 512
+TILES_AT_ONCE = 1  # of keys, and of values, in shared memory
 
 
 def _tile(head_dims: int, is_float32: bool) -> tuple[int, int, int]:
-    """Queries times heads, keys, and warps of one program: the largest whose sums stay in registers, compiled for sm_90."""
+    """Queries times heads, keys at most, and warps of one program: the largest whose sums stay in registers, compiled for sm_90."""
     if is_float32:  # multiplied without tensor cores, and twice as wide
         return (32, 32, 8) if head_dims <= 128 else (32, 16, 8) if head_dims <= 256 else (16, 16, 8)
     return (128, 64, 8) if head_dims <= 128 else (64, 64, 8) if head_dims <= 256 else (32, 32, 8)
@@ -38,14 +40,15 @@ def paged_prefill(q: Tensor, kv: PagedKV, prompts: PromptWork, scoring: Scoring)
         return out
     dims = max(16, triton.next_power_of_2(head_dim))  # tensor cores multiply at least 16
     assert dims <= MAX_DIMS, "a head's sums fit into registers"
-    rows, keys, num_warps = _tile(dims, q.dtype == torch.float32)
+    rows, most_keys, num_warps = _tile(dims, q.dtype == torch.float32)
+    sizes = q.element_size(), kv_cache.element_size()
     num_tiles = triton.cdiv(prompts.longest * (num_heads // num_kv_heads), rows)
     _prefill_kernel[(num_tiles, num_kv_heads, len(context_lens))](
         *(q, kv_cache, block_table, cu_q, context_lens, kv_scales, out, q.stride(0), block_table.stride(0), scoring.scale, scoring.cap),
         *(num_heads, num_kv_heads, head_dim, block_size, scoring.window, scoring.cap > 0),
         PRECISION="ieee" if q.dtype == torch.float32 else "tf32",  # of float32 alone
         M=rows,
-        N=keys,
+        N=fitting_keys(most_keys, rows, dims, TILES_AT_ONCE, sizes, shared_bytes(q.device)),
         D=dims,
         num_warps=num_warps,
         num_stages=3,  # the first fetches block ids
