@@ -18,6 +18,7 @@ class AclMatrix:
     def __init__(self, weight: Tensor) -> None:
         self._weight = weight.detach()
         self._packed = torch.ops.mkldnn._reorder_linear_weight(self._weight)
+        self.num_bytes = 2 * weight.nbytes
 
     def __call__(self, x: Tensor) -> Tensor:
         """x W^T: [num_tokens, in] -> [num_tokens, out]"""

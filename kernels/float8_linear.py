@@ -19,6 +19,7 @@ class Float8Matrix:
     def __init__(self, weight: Tensor) -> None:
         self.weight, scales = quantise_rows(weight)  # [out, in] float8
         self.scales = scales.view(1, -1)  # [1, out] float32
+        self.num_bytes = self.weight.nbytes + self.scales.nbytes
         self._one = torch.ones(1, dtype=torch.float32, device=weight.device)
         self._has_row_scales = weight.is_cuda and torch.cuda.get_device_capability(weight.device) >= OLDEST_WITH_ROW_SCALES
         self._refused: set[int] = set()  # numbers of tokens that cuBLAS has no product with scales of rows for

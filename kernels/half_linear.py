@@ -15,6 +15,7 @@ class HalfMatrix:
 
     def __init__(self, weight: Tensor) -> None:
         self._packed = torch.ops.quantized.linear_prepack_fp16(weight, None)
+        self.num_bytes = 2 * weight.numel()
 
     def __call__(self, x: Tensor) -> Tensor:
         """x W^T: [num_tokens, in] -> [num_tokens, out], float32."""

@@ -21,6 +21,7 @@ class NativeMatrix:
         self._outputs, self._inputs = weight.shape
         self._groups = _groups(weight, torch.float32)
         self._half = _groups(weight, torch.float16) if _is_exact(weight) and leaves_room(weight.nbytes // 2) else None
+        self.num_bytes = self._groups.nbytes + (0 if self._half is None else self._half.nbytes)
 
     def __call__(self, x: Tensor) -> Tensor:
         """x W^T: [num_tokens, in] -> [num_tokens, out]"""

@@ -14,7 +14,9 @@ SPARE_BYTES = 1024  # for sums across warps
 @cache
 def shared_bytes(device: torch.device) -> int:
     """That one program may have."""
-    return int(torch.cuda.get_device_properties(device).shared_memory_per_block_optin) if device.type == "cuda" else 1 << 30
+    if device.type != "cuda":
+        return 1 << 30
+    return int(torch.cuda.get_device_properties(device).shared_memory_per_block_optin)  # type: ignore[attr-defined]
 
 
 def needed_bytes(rows: int, keys: int, dims: int, num_tiles: int, sizes: tuple[int, int]) -> int:

@@ -120,6 +120,11 @@ class Linear(nn.Module):
         if self._packed is not None:
             self.weight.data = self.weight.new_empty(0)
 
+    @property
+    def packed_bytes(self) -> int:
+        """Of the weight, beside the parameter."""
+        return 0 if self._packed is None else self._packed.num_bytes
+
     def weights(self, path: str) -> Iterator[Weight]:
         first_row = 0
         for name, projection in zip(self.paths(path), self.projections, strict=True):

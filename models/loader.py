@@ -54,6 +54,11 @@ def load_weights(model: Decoder, folder: Path, has_float8_weights: bool = False)
     return num_bytes
 
 
+def held_bytes(model: nn.Module) -> int:
+    """What the weights take, in whatever form they are kept."""
+    return sum(parameter.nbytes for parameter in model.parameters()) + sum(getattr(layer, "packed_bytes", 0) for layer in model.modules())
+
+
 def _layers(model: nn.Module) -> Iterator[tuple[nn.Module, list[Weight]]]:
     """Layers that are cut say how; any other parameter is whole and goes by its own name."""
     for path, module in model.named_modules():

@@ -30,7 +30,7 @@ from loray.models.kv_cache import FLOAT8, KVCache
 from loray.models.kv_scales import NUM_TOKENS, measured_scales, random_prompt
 from loray.models.launched import Launched
 from loray.models.layout import Layout, lay_out
-from loray.models.loader import load_weights
+from loray.models.loader import held_bytes, load_weights
 from loray.models.lora import LoraPool
 from loray.models.lora_groups import special_rows
 from loray.models.paged_table import PagedTable
@@ -75,7 +75,7 @@ class Runner:
         with born_on(device, dtype), torch.inference_mode():
             self._model = model_class(config)(config, parallel, max_total_tokens)
             check_device(device, self._model.kv_shape[2], has_float8_cache, has_float8_weights)
-            self._weight_bytes = load_weights(self._model, model_path, has_float8_weights)
+            load_weights(self._model, model_path, has_float8_weights)
         if has_float8_weights:
             release(device)  # the weights as they were read
         self._load_seconds = time.perf_counter() - started
@@ -108,7 +108,7 @@ class Runner:
             device=torch.cuda.get_device_name(self._device) if self._device.type == "cuda" else "cpu",
             dtype=str(self._dtype).removeprefix("torch."),
             attention=shown_backend(self._device, self._dtype, self._kv_dtype, head_dim),
-            weight_bytes=self._weight_bytes,
+            weight_bytes=held_bytes(self._model),
             load_seconds=self._load_seconds,
             block_bytes=num_layers * self._block_size * 2 * num_kv_heads * head_dim * self._kv_dtype.itemsize,
             page_bytes=self._lora.page_bytes,

@@ -131,7 +131,7 @@ class LoadReport(msgspec.Struct, frozen=True):
     device: str
     dtype: str
     attention: str  # name of the attention backend
-    weight_bytes: int
+    weight_bytes: int  # that they take, in whatever form they are kept
     load_seconds: float
     block_bytes: int  # one KV block, all layers, this rank's heads
     page_bytes: int  # one rank page, all targets, this rank's shards

@@ -127,6 +127,11 @@ class Head(nn.Module):
             self._sketch = RowSketch(self.weight) if has_float8_weights else None
             self.weight.data = self.weight.new_empty(0)
 
+    @property
+    def packed_bytes(self) -> int:
+        """Of the weight, beside the parameter."""
+        return 0 if self._packed is None else self._packed.num_bytes
+
     def weights(self, path: str) -> Iterator[Weight]:
         if not self.is_tied:
             shape = (self._vocab_size, self.weight.shape[1])

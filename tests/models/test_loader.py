@@ -116,3 +116,14 @@ def test_loading_logs_bytes_and_seconds(base: Path, caplog: pytest.LogCaptureFix
     with caplog.at_level(logging.INFO, "loray.loader"):
         Conductor(base)
     assert "tensors" in caplog.text and " GB" in caplog.text and " s" in caplog.text
+
+
+def test_the_report_counts_the_weights_as_they_are_kept(tmp_path: Path) -> None:
+    sizes = {"hidden_size": 64, "intermediate_size": 96, "num_attention_heads": 4, "num_key_value_heads": 2, "vocab_size": 128}
+    folder = save_llama(tmp_path, **sizes)
+    shapes = {name: tensor.shape for name, tensor in load_file(folder / "model.safetensors").items()}
+    in_bfloat16 = 2 * sum(shape.numel() for shape in shapes.values())
+    assert Conductor(folder, dtype=torch.bfloat16).report.weight_bytes == in_bfloat16
+    linears = [shape for name, shape in shapes.items() if len(shape) == 2 and "embed" not in name]
+    saved = sum(shape.numel() - 4 * shape[0] for shape in linears)  # a byte an element, less a scale for each output
+    assert Conductor(folder, dtype=torch.bfloat16, has_float8_weights=True).report.weight_bytes == in_bfloat16 - saved

@@ -143,7 +143,6 @@ def test_the_report_says_what_the_driver_needs(tmp_path: Path) -> None:
     assert report.lora_shapes["model.embed_tokens"] == (101, 48) and report.lora_shapes["lm_head"] == (48, 101)
     assert len(report.lora_shapes) == 16
     assert (report.device, report.dtype, report.free_bytes) == ("cpu", "float32", 0)
-    assert report.weight_bytes == sum(p.nbytes for p in oracle(folder).parameters())
 
 
 def test_neighbouring_pages_are_joined() -> None:
