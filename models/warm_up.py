@@ -34,14 +34,15 @@ def warm_up_steps(limits: StepLimits) -> Iterator[Step]:
     yield from _prompts(limits)
     for page_ids in adapters:
         for num_tokens in (SHORT_BLOCK, CAPTURED.max_tokens + 1):  # short blocks of LoRA's, and long ones
-            yield _embedding(min(num_tokens, limits.longest), page_ids, limits)
+            yield _embedding(min(num_tokens, limits.longest, limits.max_batch_tokens), page_ids, limits)
     yield _most_rows(limits)
     yield _most_tokens(adapters[-1] if adapters else [], limits)
 
 
 def _prompts(limits: StepLimits) -> Iterator[Step]:
     """One that is too long for a graph, if it may be, and a second beside its decode."""
-    num_tokens = min(CAPTURED.max_tokens + 1, limits.max_total_tokens - 1, limits.num_blocks // 2 * limits.block_size - 1)
+    most = min(limits.max_total_tokens, limits.max_batch_tokens, limits.num_blocks // 2 * limits.block_size)
+    num_tokens = min(CAPTURED.max_tokens + 1, most - 1)
     if num_tokens < 1:
         return
     size = -(-(num_tokens + 1) // limits.block_size)

@@ -141,5 +141,5 @@ def test_no_step_goes_beyond_the_limits(limits: StepLimits) -> None:
             assert max(admission.page_ids, default=-1) < limits.num_pages
         for row in step.rows:
             assert max(row.new_block_ids, default=-1) < limits.num_blocks
-            assert num_tokens[row.slot] + 1 <= limits.max_total_tokens + 1
-        assert len(step.rows) <= limits.max_running
+            assert num_tokens[row.slot] <= limits.max_total_tokens
+        assert len(step.rows) <= limits.max_running and sum(row.num_tokens for row in step.rows) <= limits.max_batch_tokens
