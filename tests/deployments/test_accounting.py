@@ -17,6 +17,8 @@ from tests.deployments.live_server import eventually, live
 from tests.deployments.scripted_backend import BASE, HF, ScriptedBackend, saying, send, service_of
 from tests.deployments.test_metrics import value
 
+pytestmark = pytest.mark.slow  # waits
+
 KEYS = {"api_keys": {"inference": {"team-a": "sesame"}}}
 KEY = {"Authorization": "Bearer sesame"}
 CHAT = {"model": BASE, "messages": [{"role": "user", "content": "hello"}]}

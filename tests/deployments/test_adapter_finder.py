@@ -21,6 +21,8 @@ from loray.models.merging import MergeMethod, merge_adapters
 from tests.deployments.file_server import FileServer
 from tests.deployments.peft_folder import SHAPES, save_folder
 
+pytestmark = pytest.mark.slow  # downloads
+
 HELD_S = 5  # at most, so that a failing test ends
 
 

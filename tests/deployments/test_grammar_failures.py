@@ -16,6 +16,8 @@ from tests.deployments.scripted_backend import BASE, HF, ScriptedBackend, send, 
 from tests.deployments.tiny_grammars import shared_grammars
 from tests.weather_tools import HELLO, WEATHER
 
+pytestmark = pytest.mark.slow  # compiles grammars
+
 REASON = "the grammar leads to where it allows none of the model's tokens"
 WORD = {"type": "regex", "regex": "[a-z]+"}
 NATIVE = {"inputs": "hello", "parameters": {"response_format": WORD}}

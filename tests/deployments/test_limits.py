@@ -21,6 +21,8 @@ from tests.deployments.live_server import live
 from tests.deployments.scripted_backend import BASE, HF, MAX_TOTAL_TOKENS, ScriptedBackend, post, run, saying, send, service_of
 from tests.deployments.test_metrics import value
 
+pytestmark = pytest.mark.slow  # waits
+
 SMALL = {"limits": {"max_body_bytes": 100}}
 KEYS = {"api_keys": {"inference": {"team-a": "sesame", "team-b": "poppy"}, "admin": "root"}}
 

@@ -15,6 +15,8 @@ from loray.deployments.tokenizer import Tokenizer
 from tests.deployments.rank_in_process import RankInProcess, start_engine
 from tests.deployments.scripted_backend import FACTS, HF, MAX_TOTAL_TOKENS, ScriptedBackend, saying, send, service_of, status_of
 
+pytestmark = pytest.mark.slow  # waits
+
 
 def value(text: str, series: str) -> float:
     found = re.search(rf"^{re.escape(series)} (\S+)$", text, re.MULTILINE)

@@ -23,6 +23,8 @@ from tests.deployments.scripted_backend import BASE, EOS_ID, HF, ScriptedBackend
 from tests.deployments.tiny_grammars import random_text, read, shared_grammars
 from tests.weather_tools import CITY, CLOCK, HELLO, WEATHER
 
+pytestmark = pytest.mark.slow  # compiles grammars
+
 CALL = '<tool_call>\n{"name": "weather", "arguments": {"city": "Bern", "days": 3}}\n</tool_call>'
 
 

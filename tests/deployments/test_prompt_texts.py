@@ -14,6 +14,8 @@ from loray.deployments.tokenizer import OFF_LOOP_CHARS, OFF_LOOP_MESSAGES, Token
 from tests.deployments.scripted_backend import BASE, HF, MAX_TOTAL_TOKENS, run, saying, send, service_of
 from tests.tiny_tokenizer import tiny_tokenizer
 
+pytestmark = pytest.mark.slow  # long texts
+
 MOST = MAX_CHARS_A_TOKEN * MAX_TOTAL_TOKENS
 TOO_LONG = "hello " * MOST
 TEXTS = ["hello world", "", "grüße 日本語 🙂", "<|im_start|>user\nhello<|im_end|>", "  spaces \n\n", "a" * 300]

@@ -19,6 +19,8 @@ from tests.deployments.rank_in_process import RankInProcess, start_engine
 from tests.deployments.scripted_backend import run
 from tests.deployments.simulated_rank import greedy
 
+pytestmark = pytest.mark.slow  # waits
+
 PROMPT = [5, 6]
 WHOLE = greedy("", PROMPT, 8)
 NAME = "r"

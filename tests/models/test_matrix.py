@@ -19,6 +19,8 @@ from tests.models.rank_jobs import MODES, Recorder, play_modes
 from tests.models.rank_processes import run_ranks
 from tests.models.rank_threads import ThreadGroup
 
+pytestmark = pytest.mark.slow  # a model of every family
+
 RANKS = [pytest.param(size, id=f"tp{size}", marks=pytest.mark.slow) for size in WORLD_SIZES]
 ONE_OF_EACH_KIND = ["llama", "gpt_neox", "opt", "gpt2"]
 

@@ -11,6 +11,8 @@ from loray.models.step import Sampling
 from tests.models.conductor import Conductor, Request, prompt_of
 from tests.models.families import FAMILIES, save_family
 
+pytestmark = pytest.mark.slow  # a model of every family
+
 RECORDED = ("llama", "mistral", "qwen2", "phi3")
 PAGES = {4: [9], 12: [7, 3], 64: [20, 21, 22, 10, 24, 25, 27, 26]}
 
