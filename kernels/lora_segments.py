@@ -20,7 +20,6 @@ COLUMNS_AT_ONCE = 256
 # Few tokens leave most of the GPU idle and each program waiting for memory, so several share the inputs.
 MIN_SPLIT_INPUTS, MAX_SPLITS = 1024, 8
 SHORT_WARPS, LONG_WARPS = 2, 4  # of a program, by the tokens of its block
-LONG_PROGRAMS = 1024  # of long blocks: each takes several tiles of columns, and looks its ranks up once
 MAX_PROJECTIONS = 3
 
 
@@ -65,16 +64,13 @@ def _expand(y: Tensor, shrunk: Tensor, pages: LoraPages, segments: LoraSegments,
     b, widths = pages.b, pages.widths
     assert y.stride(1) == 1 and b.is_contiguous() and len(widths) <= MAX_PROJECTIONS, "rows are contiguous"
     num_tiles = sum(triton.cdiv(width, COLUMNS_AT_ONCE) for width in widths)
-    is_looped = segments.block_tokens != SHORT_BLOCK
-    num_programs = min(num_tiles, triton.cdiv(LONG_PROGRAMS, len(segments.blocks))) if is_looped else num_tiles
-    _expand_kernel[(len(segments.blocks), num_programs)](
+    _expand_kernel[(len(segments.blocks), num_tiles)](
         *(shrunk, b, y, segments.blocks, segments.page_ids),
-        *(*widths, *([0] * (MAX_PROJECTIONS - len(widths))), num_tiles),
+        *(*widths, *([0] * (MAX_PROJECTIONS - len(widths)))),
         *(*shrunk.stride()[:3], b.stride(0), y.stride(0)),
         BLOCK_C=COLUMNS_AT_ONCE,
         NUM_SPLITS=len(shrunk),
         IS_ADDED=is_added,
-        IS_LOOPED=is_looped,
         **shape(y, segments),
     )
 
@@ -188,16 +184,12 @@ def update_of(  # type: ignore[no-untyped-def]
 
 
 @triton.jit
-def _expand_tile(  # type: ignore[no-untyped-def]
-    tile,
+def _expand_kernel(  # type: ignore[no-untyped-def]
     shrunk,
     b,
     y,
+    blocks,
     page_ids,
-    first_page,
-    num_pages,
-    token,
-    is_token,
     width_0,
     width_1,
     width_2,
@@ -214,6 +206,13 @@ def _expand_tile(  # type: ignore[no-untyped-def]
     PAGE: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
+    """y[t, c] (+)= shrunk[projection of c, t] . b[rows of t's ranks, c] for the tokens of one block and BLOCK_C columns of a projection."""
+    wait_for_earlier()
+    block, tile = tl.program_id(0), tl.program_id(1)
+    first_token, num_tokens = tl.load(blocks + block * 4), tl.load(blocks + block * 4 + 1)
+    first_page, num_pages = tl.load(blocks + block * 4 + 2), tl.load(blocks + block * 4 + 3)
+    if num_tokens * num_pages == 0:
+        return
     projection, first_column, end = 0, tile * BLOCK_C, width_0
     if tile >= tl.cdiv(width_0, BLOCK_C):
         tile -= tl.cdiv(width_0, BLOCK_C)
@@ -223,6 +222,9 @@ def _expand_tile(  # type: ignore[no-untyped-def]
             projection, first_column, end = 2, width_0 + width_1 + tile * BLOCK_C, width_0 + width_1 + width_2
     column = first_column + tl.arange(0, BLOCK_C)
     is_column = column < end
+    token = tl.arange(0, BLOCK_T)
+    is_token = token < num_tokens
+    token = (first_token + token).to(tl.int64)
     is_here = is_token[:, None] & is_column[None, :]
     shrunk += projection * projection_stride
     total = update_of(
@@ -233,54 +235,3 @@ def _expand_tile(  # type: ignore[no-untyped-def]
     if IS_ADDED:
         total += tl.load(place, mask=is_here, other=0.0).to(tl.float32)
     tl.store(place, total.to(y.dtype.element_ty), mask=is_here)
-
-
-@triton.jit(do_not_specialize=["num_tiles"])  # which differs among layers and helps no code: there are fewer kernels to compile
-def _expand_kernel(  # type: ignore[no-untyped-def]
-    shrunk,
-    b,
-    y,
-    blocks,
-    page_ids,
-    width_0,
-    width_1,
-    width_2,
-    num_tiles,
-    split_stride,
-    projection_stride,
-    token_stride,
-    b_stride,
-    y_stride,
-    BLOCK_C: tl.constexpr,
-    NUM_SPLITS: tl.constexpr,
-    IS_ADDED: tl.constexpr,
-    IS_LOOPED: tl.constexpr,
-    BLOCK_T: tl.constexpr,
-    BLOCK_R: tl.constexpr,
-    PAGE: tl.constexpr,
-    PRECISION: tl.constexpr,
-):
-    """y[t, c] (+)= shrunk[projection of c, t] . b[rows of t's ranks, c] for the tokens of one block and one tile of columns, BLOCK_C of a
-    projection; IS_LOOPED: for every so many-th tile as there are programs of the block."""
-    wait_for_earlier()
-    block, first_tile = tl.program_id(0), tl.program_id(1)
-    first_token, num_tokens = tl.load(blocks + block * 4), tl.load(blocks + block * 4 + 1)
-    first_page, num_pages = tl.load(blocks + block * 4 + 2), tl.load(blocks + block * 4 + 3)
-    if num_tokens * num_pages == 0:
-        return
-    token = tl.arange(0, BLOCK_T)
-    is_token = token < num_tokens
-    token = (first_token + token).to(tl.int64)
-    if IS_LOOPED:
-        for tile in range(first_tile, num_tiles, tl.num_programs(1)):
-            _expand_tile(
-                tile, shrunk, b, y, page_ids, first_page, num_pages, token, is_token, width_0, width_1, width_2,
-                split_stride, projection_stride, token_stride, b_stride, y_stride,
-                BLOCK_C, NUM_SPLITS, IS_ADDED, BLOCK_T, BLOCK_R, PAGE, PRECISION,
-            )  # fmt: skip
-    else:
-        _expand_tile(
-            first_tile, shrunk, b, y, page_ids, first_page, num_pages, token, is_token, width_0, width_1, width_2,
-            split_stride, projection_stride, token_stride, b_stride, y_stride,
-            BLOCK_C, NUM_SPLITS, IS_ADDED, BLOCK_T, BLOCK_R, PAGE, PRECISION,
-        )  # fmt: skip

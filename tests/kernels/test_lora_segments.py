@@ -60,8 +60,7 @@ def test_each_token_gets_the_product_of_its_own_ranks(mix: str, inputs: int, wid
 
 
 @pytest.mark.parametrize("mix", LONG)
-def test_few_programs_take_all_columns_of_a_prompt(mix: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("loray.kernels.lora_segments.LONG_PROGRAMS", 1)
+def test_a_prompt_gets_all_columns_of_wide_projections(mix: str) -> None:
     test_each_token_gets_the_product_of_its_own_ranks(mix, 48, [1300, 257, 513], torch.float16)
 
 
