@@ -1,7 +1,7 @@
 """Kernels that are launched while the one before them still runs, and wait for its end by themselves: the way to the GPU and the start
 of a kernel, more than a microsecond each, pass meanwhile. GPUs from compute capability 9.0 on can do so ("programmatic dependent launch").
 
-Every kernel that is launched with LINKED calls `wait_for_earlier` before it reads or writes anything.
+Every kernel that is launched with LINKED calls `wait_for_earlier` before it writes anything, and before it reads what a kernel writes.
 """
 
 import torch

@@ -118,11 +118,12 @@ def lora_beside(x: Tensor, pages: LoraPages, segments: LoraSegments, product: Ca
 
     assert segments.stream is not None
     main = torch.cuda.current_stream()
-    segments.stream.wait_stream(main)
+    is_ready = main.record_event()
+    y = product()  # launched first, it has the multiprocessors first: it takes longest
+    segments.stream.wait_event(is_ready)
     try:
         with torch.cuda.stream(segments.stream):
             delta = lora_update(x, pages, segments)
-        y = product()
     finally:  # out of memory, too: a capture ends in another error where its streams are not joined
         main.wait_stream(segments.stream)
     return Parted(y, delta, segments.is_updated)

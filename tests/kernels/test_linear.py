@@ -13,7 +13,7 @@ from tests.kernels.triton_marks import DEVICES, IS_INTERPRETED, ON_GPU
 DEVICE = DEVICES["triton"]
 DTYPES = [torch.float16] if IS_INTERPRETED else [torch.float16, torch.bfloat16]  # numpy, which stands in for the GPU, has no bfloat16
 TOLERANCE = {torch.float32: 1e-5, torch.float16: 2e-3, torch.bfloat16: 1.6e-2}  # of the largest value
-SIZES = [(64, 256), (192, 512)] if IS_INTERPRETED else [(64, 256), (4096, 4096), (6144, 4096), (3072, 6144)]  # outputs, inputs
+SIZES = [(64, 256), (192, 512)] if IS_INTERPRETED else [(64, 256), (4096, 4096), (6144, 4096), (4096, 14336), (64, 128)]  # outputs, inputs
 
 
 def case(num_tokens: int, sizes: tuple[int, int], dtype: torch.dtype, device: str) -> tuple[Tensor, Tensor, Tensor]:
@@ -66,7 +66,7 @@ class TestKernel:
             x = torch.empty(num_tokens, inputs, dtype=dtype, device=DEVICE)
             return is_faster(x, torch.empty(outputs, inputs, dtype=dtype, device=DEVICE))
 
-        assert chosen(1, 4096, 4096) and chosen(32, 6144, 4096)
+        assert chosen(1, 4096, 4096) and chosen(32, 6144, 4096) and chosen(8, 4096, 14336)
         assert not chosen(33, 4096, 4096) and not chosen(0, 4096, 4096)
-        assert not chosen(8, 28672, 4096) and not chosen(8, 4096, 14336) and not chosen(8, 576, 576)
+        assert not chosen(8, 28672, 4096) and not chosen(8, 4096, 16512) and not chosen(8, 576, 576)
         assert not chosen(8, 4096, 4096, torch.float32)
