@@ -18,14 +18,15 @@ __all__ += ["read_adapter", "signature"]
 PAGE_RANK = 8  # LoRA ranks in one page of the pool
 EMBEDDINGS = ("embed_tokens", "wte", "embed_in")  # last names of modules whose input is a token
 HEAD = "lm_head"
-KINDS = {  # of a module's tensors; where PEFT leaves out the adapter's name, others do not
-    "lora_A": r"lora_A(\.[^.]+)?\.weight",
-    "lora_B": r"lora_B(\.[^.]+)?\.weight",
-    "lora_embedding_A": r"lora_embedding_A(\.[^.]+)?",
-    "lora_embedding_B": r"lora_embedding_B(\.[^.]+)?",
-    "bias of lora_B": r"lora_B(\.[^.]+)?\.bias",
-    "magnitude": r"lora_magnitude_vector(\.[^.]+){0,2}",
-    "trained tokens": r"token_adapter\.trainable_tokens_delta(\.[^.]+)?",
+ADAPTER = r"(?:\.(?P<adapter>[^.]+))??"  # PEFT leaves out the adapter's name, others do not
+KINDS = {  # of a module's tensors
+    "lora_A": rf"lora_A{ADAPTER}\.weight",
+    "lora_B": rf"lora_B{ADAPTER}\.weight",
+    "lora_embedding_A": rf"lora_embedding_A{ADAPTER}",
+    "lora_embedding_B": rf"lora_embedding_B{ADAPTER}",
+    "bias of lora_B": rf"lora_B{ADAPTER}\.bias",
+    "magnitude": rf"lora_magnitude_vector{ADAPTER}(\.weight)?",
+    "trained tokens": rf"token_adapter\.trainable_tokens_delta{ADAPTER}",
     "bias under LoRA": r"base_layer\.bias",
     "weight under LoRA": r"base_layer\.weight",
     "bias": r"bias",
@@ -128,8 +129,9 @@ def _extra_bytes(path: str, tensors: Tensors, shapes: dict[str, tuple[int, ...]]
 def _by_module(shapes: dict[str, tuple[int, ...]], lora_shapes: Shapes, config: AdapterConfig) -> tuple[dict[str, Tensors], Names]:
     modules: dict[str, Tensors] = {}
     names: Names = {}
+    owners: dict[str, str] = {}  # name of an adapter -> a tensor of it
     for tensor in shapes:
-        kind, module = _kind(tensor)
+        kind, module, adapter = _kind(tensor)
         path = _module_path(module, lora_shapes)
         if path is None:
             raise AdapterError(f"tensor {tensor}: the base model has no module {module!r} that can carry LoRA{_hint(kind, module)}")
@@ -139,6 +141,11 @@ def _by_module(shapes: dict[str, tuple[int, ...]], lora_shapes: Shapes, config: 
         if kind in tensors:
             raise AdapterError(f"tensors {tensors[kind]} and {tensor} are both {kind} of {path}")
         tensors[kind] = tensor
+        if adapter:
+            owners.setdefault(adapter, tensor)
+    if len(owners) > 1:
+        one, other, *_ = owners.values()
+        raise AdapterError(f"tensors {one} and {other} are of adapters with different names: PEFT would read one of them only")
     return modules, names
 
 
@@ -149,11 +156,11 @@ def _targeted_name(tensor: str, module: str, path: str, config: AdapterConfig) -
     raise AdapterError(f"tensor {tensor}: the config does not target {path}, so PEFT would not read it")
 
 
-def _kind(name: str) -> tuple[str, str]:
-    """What a tensor is, and of which module."""
+def _kind(name: str) -> tuple[str, str, str]:
+    """What a tensor is, of which module, and of which adapter, where its name says that."""
     for kind, pattern in TENSOR_NAMES.items():
         if match := pattern.fullmatch(name):
-            return kind, match["module"]
+            return kind, match["module"], match.groupdict().get("adapter") or ""
     if name.endswith(".weight"):
         raise AdapterError(
             f"tensor {name} replaces a weight of the base model: modules trained as a whole and added tokens are not supported"

@@ -161,6 +161,12 @@ def _add(name: str, *shape: int) -> Change:
     return tensors_with(lambda tensors, names: tensors.update({f"base_model.model.{name}": torch.zeros(shape)}))
 
 
+def _with_two_names(folder: Path, names: Names) -> None:
+    tensors = load_file(folder / WEIGHTS_FILE)
+    named = {re.sub(r"(\.\d+\..*lora_[AB])", r"\1.mine" if ".0." in name else r"\1.other", name): tensors[name] for name in tensors}
+    save_file(named, folder / WEIGHTS_FILE)
+
+
 def _as_pickle(folder: Path, names: Names) -> None:
     (folder / WEIGHTS_FILE).rename(folder / "adapter_model.bin")
 
@@ -267,6 +273,9 @@ REFUSALS: dict[str, Refusal] = {
     ),
     "a tensor that the config does not target": Refusal(
         _plain, config_with(target_modules=["o_proj"]), "tensor …: the config does not target …, so PEFT would not read it"
+    ),
+    "tensors of two adapters": Refusal(
+        _plain, _with_two_names, "tensors … and … are of adapters with different names: PEFT would read one of them only"
     ),
     "all-linear with LoRA on the head": Refusal(
         _head, config_with(target_modules="all-linear"), "tensor …: the config does not target lm_head, so PEFT would not read it"

@@ -132,6 +132,23 @@ def test_adapters_in_half_precision_and_without_prefix_are_read(base: Path, tmp_
     assert_same(conductor.generate(prompt, [0]), expected)
 
 
+@pytest.mark.parametrize("start", ["model.", "base_model.model.", ""])
+def test_names_with_less_before_them_are_read_as_transformers_reads_them(base: Path, tmp_path: Path, start: str) -> None:
+    from safetensors.torch import load_file, save_file
+
+    folder = save_adapter(base, tmp_path / "renamed", r=4)
+    tensors = load_file(folder / "adapter_model.safetensors")
+    renamed = {name.replace("base_model.model.model.", start): tensor for name, tensor in tensors.items()}
+    save_file(renamed, folder / "adapter_model.safetensors", {"format": "pt"})
+    model, conductor = oracle(base), Conductor(base)
+    before = oracle_generate(model, prompt_of(20))
+    model.load_adapter(str(folder))  # type: ignore[operator]
+    conductor.load(folder, [0])
+    expected = oracle_generate(model.eval(), prompt_of(20))
+    assert expected != before
+    assert_same(conductor.generate(prompt_of(20), [0]), expected)
+
+
 def test_the_report_says_what_the_driver_needs(tmp_path: Path) -> None:
     folder = save_llama(tmp_path)
     conductor = Conductor(folder)
