@@ -6,14 +6,16 @@ import errno
 import hashlib
 import os
 import threading
-from collections import OrderedDict
+from collections import Counter, OrderedDict
+from collections.abc import Iterator, Sequence
 from itertools import islice
 from pathlib import Path
 
+from loray.deployments.adapter_room import ANY_ROOM, AdapterRoom
 from loray.deployments.adapters import Adapter
 from loray.deployments.errors import AdapterFailed, AdapterNotFound
 from loray.deployments.keyed_lock import KeyedLock
-from loray.models.adapter import PAGE_RANK, AdapterError, signature
+from loray.models.adapter import AdapterError, Shapes, signature
 from loray.models.adapter_config import CONFIG_FILE
 from loray.models.adapter_header import WEIGHTS_FILE
 from loray.models.adapter_specs import AdapterSpecs
@@ -24,9 +26,10 @@ MAX_REMEMBERED = 10_000  # validated versions
 class AdapterFiles:
     """An id is a folder's name below a root, or an absolute path that lies in one after following links. Many threads may ask at once."""
 
-    def __init__(self, roots: list[Path], lora_shapes: dict[str, tuple[int, int]]) -> None:
+    def __init__(self, roots: list[Path], lora_shapes: Shapes, room: AdapterRoom = ANY_ROOM) -> None:
         self._roots = roots
         self._specs = AdapterSpecs(lora_shapes)
+        self._room = room
         self._validated: OrderedDict[str, Adapter] = OrderedDict()  # by path, most recently used last
         self._lock = threading.Lock()  # of _validated; never held while files are read
         self._validating = KeyedLock()
@@ -37,17 +40,23 @@ class AdapterFiles:
 
     def check(self, adapter_id: str, path: Path) -> Adapter:
         """The folder as an adapter. Its files are read only when they are not those of the last time."""
-        try:
+        with _errors_of(adapter_id, path):
             files = signature(path)
             known = self._known(path, files)
             if known is None:
                 with self._validating.only_one(str(path)):  # else many would read the same new files at once
                     known = self._known(path, files) or self._validate(adapter_id, path, files)
                     self._remember(known)
-        except (AdapterError, OSError) as error:
-            reason = str(error).removeprefix(f"adapter {path.name!r}: ")
-            raise AdapterFailed(f"adapter {adapter_id!r}: {reason}") from error
         return dataclasses.replace(known, adapter_id=adapter_id, page_ids=[])
+
+    def check_sum(self, adapter_id: str, paths: Sequence[Path]) -> None:
+        """Raises if there could never be room for these adapters side by side, as a linear merge has them."""
+        ranks: Counter[str] = Counter()
+        for path in paths:
+            with _errors_of(adapter_id, path):
+                spec = self._specs.read(path)
+            ranks.update({module: lora.rank for module, lora in spec.modules.items() if module not in spec.beyond_pages})
+        self._room.pages_for(adapter_id, max(ranks.values(), default=1))
 
     def _known(self, path: Path, files: str) -> Adapter | None:
         with self._lock:
@@ -74,11 +83,13 @@ class AdapterFiles:
         return stamps
 
     def fits(self, path: Path) -> bool:
-        """Whether its tensors have the base model's names and shapes. Reads no weight: 7 ms where the header is long."""
+        """Whether its tensors have the base model's names and shapes, and there is room for it. Reads no weight: 7 ms where the header
+        is long."""
         try:
             if self._known(path, signature(path)) is None:
-                self._specs.read(path)
-        except (AdapterError, OSError):
+                spec = self._specs.read(path)
+                self._room.pages_for("", spec.rank, spec.extra_bytes)
+        except (AdapterError, AdapterFailed, OSError):
             return False
         return True
 
@@ -95,7 +106,7 @@ class AdapterFiles:
 
     def _validate(self, adapter_id: str, path: Path, files: str) -> Adapter:
         spec = self._specs.read(path)
-        num_pages = -(-spec.rank // PAGE_RANK)
+        num_pages = self._room.pages_for(adapter_id, spec.rank, spec.extra_bytes)  # before the weights are read
         return Adapter(adapter_id, content_hash(path), str(path), num_pages, signature=files, rank=spec.rank, extra_bytes=spec.extra_bytes)
 
     def _remember(self, adapter: Adapter) -> None:
@@ -104,6 +115,15 @@ class AdapterFiles:
             self._validated.move_to_end(adapter.path)
             if len(self._validated) > MAX_REMEMBERED:
                 self._validated.popitem(last=False)
+
+
+@contextlib.contextmanager
+def _errors_of(adapter_id: str, path: Path) -> Iterator[None]:
+    try:
+        yield
+    except (AdapterError, OSError) as error:
+        reason = str(error).removeprefix(f"adapter {path.name!r}: ")
+        raise AdapterFailed(f"adapter {adapter_id!r}: {reason}") from error
 
 
 def content_hash(path: Path) -> str:

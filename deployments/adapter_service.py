@@ -64,8 +64,6 @@ class AdapterService:
         self._num_searches += 1
         number = self._num_searches
         adapter = await self._finder.find(ref)
-        # What it has beside its pages takes the pool's room too, so that the device's memory is bounded.
-        adapter.num_pages = max(adapter.num_pages, -(-adapter.extra_bytes // self._page_bytes))
         use = self._use(ref)
         if number < use.found:  # a later search was quicker, and knows better what is the newest
             return adapter

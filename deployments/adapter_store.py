@@ -18,6 +18,7 @@ from huggingface_hub import get_token
 from loray.deployments.adapter_errors import only_loray_errors
 from loray.deployments.adapter_files import AdapterFiles
 from loray.deployments.adapter_listing import AdapterListing
+from loray.deployments.adapter_room import ANY_ROOM, AdapterRoom
 from loray.deployments.adapter_sources import FILES, URL_SCHEMES, Offer, Place, Source, named, place_of
 from loray.deployments.adapters import Adapter
 from loray.deployments.config import AdapterArgs
@@ -30,7 +31,7 @@ from loray.deployments.keyed_lock import KeyedLock
 from loray.deployments.remembered_failures import Asker, RememberedFailures
 from loray.deployments.request import AdapterRef, MergeRecipe
 from loray.deployments.url_source import UrlSource
-from loray.models.adapter import AdapterError
+from loray.models.adapter import AdapterError, Shapes
 
 logger = logging.getLogger("ray.serve.loray")
 
@@ -40,7 +41,6 @@ MAX_REMEMBERED = 10_000
 MERGE_BYTES = 1 << 20  # room for a merge's names and ranks, beyond its values
 NOWHERE = "none"  # the key of a reference that means nothing: nothing is kept under it
 
-Shapes = dict[str, tuple[int, int]]
 Merge = Callable[[Sequence[Path], Sequence[float], dict[str, Any], Shapes, Path], None]  # folders, weights, method, shapes -> folder
 
 
@@ -54,12 +54,12 @@ class _Wish:
 class AdapterStore:
     """`merge` merges adapters and raises AdapterError; who can sets it."""
 
-    def __init__(self, args: AdapterArgs, lora_shapes: Shapes, cache: Path) -> None:
+    def __init__(self, args: AdapterArgs, lora_shapes: Shapes, cache: Path, room: AdapterRoom = ANY_ROOM) -> None:
         self.merge: Merge
         self._lora_shapes = lora_shapes
         self._default_source = args.default_source
         self._max_bytes = int(args.disk_bytes)
-        self._files = AdapterFiles(args.local_roots, lora_shapes)
+        self._files = AdapterFiles(args.local_roots, lora_shapes, room)
         self._cache = DiskCache(cache, self._max_bytes)
         urls = UrlSource(args.allowed_urls, args.storage_options)
         self._sources: dict[str, Source] = {"hub": HubSource(), **dict.fromkeys(URL_SCHEMES, urls)}
@@ -272,6 +272,8 @@ class AdapterStore:
 
     def _merge(self, place: Place, parts: list[Adapter], weights: Sequence[float], method: dict[str, Any]) -> Adapter:
         folders = [Path(part.path) for part in parts]
+        if method["strategy"] == "linear":  # the others are of no higher rank than their parts
+            self._files.check_sum(place.address, folders)
         num_bytes = sum((folder / name).stat().st_size for folder in folders for name in FILES)
         with self._room(place, 2 * num_bytes + MERGE_BYTES) as folder:  # halves become float32
             try:

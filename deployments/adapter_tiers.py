@@ -8,6 +8,7 @@ from pathlib import PurePath
 
 import msgspec
 
+from loray.deployments.adapter_room import too_many_bytes, too_many_pages
 from loray.deployments.adapter_status import TierUse
 from loray.deployments.adapters import Adapter, AdapterTable
 from loray.deployments.errors import AdapterFailed
@@ -106,16 +107,9 @@ class AdapterTiers:
         if failure := self._failures.get((adapter.version, adapter.signature)):
             raise AdapterFailed(failure)
         if not table.could_place(adapter):
-            pinned = f", {table.num_pinned_pages} of them pinned" if table.num_pinned_pages else ""
-            raise AdapterFailed(
-                f"adapter {adapter.adapter_id!r} needs {adapter.num_pages} rank pages, "
-                f"the pool has {table.num_pages}{pinned}: raise adapters.gpu_bytes"
-            )
+            raise too_many_pages(adapter.adapter_id, adapter.num_pages, table.num_pages, table.num_pinned_pages)
         if not host.could_hold(adapter, self._pinned.values()):
-            raise AdapterFailed(
-                f"adapter {adapter.adapter_id!r} may need more than the {host.max_bytes} bytes of host memory that adapters may take, "
-                "less what is pinned: raise adapters.host_bytes"
-            )
+            raise too_many_bytes(adapter.adapter_id, host.max_bytes)
 
     def places(self, versions: Collection[str]) -> dict[str, AdapterPlace]:
         """Of those of these versions that are somewhere."""

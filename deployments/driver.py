@@ -24,6 +24,7 @@ from loray.cluster.group import RankGroup
 from loray.cluster.merge_task import Merger
 from loray.cluster.rank import RankSpec
 from loray.deployments.adapter_accounts import account_weights
+from loray.deployments.adapter_room import AdapterRoom
 from loray.deployments.adapter_service import AdapterService
 from loray.deployments.adapter_store import AdapterStore
 from loray.deployments.adapter_tiers import AdapterTiers
@@ -78,8 +79,9 @@ class Driver:
         self._group = RankGroup(spec, placement, self._fail)
         reports = self._group.load()
         self._engine = start_engine(args, self._group, reports, eos_token_ids(folder), self._fail)
-        store = AdapterStore(args.adapters, reports[0].lora_shapes, cache_folder() / "adapters")
         page_bytes = max(report.page_bytes for report in reports)
+        room = AdapterRoom(int(self._engine.stats()["adapter_pages"]), page_bytes, args.adapters.host_bytes)
+        store = AdapterStore(args.adapters, reports[0].lora_shapes, cache_folder() / "adapters", room)
         self._adapters = AdapterService(store, self._engine, args.adapters.max_waiting, page_bytes)
         store.merge = Merger()
         self._info = driver_info(args, spec, reports[0], self._engine.stats())

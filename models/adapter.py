@@ -10,10 +10,10 @@ from math import prod
 from pathlib import Path
 
 from loray.models.adapter_config import CONFIG_FILE, AdapterConfig, AdapterError, shown
-from loray.models.adapter_header import WEIGHTS_FILE, TensorPlace, read_places
+from loray.models.adapter_header import MAX_HEADER_BYTES, SIZE_BYTES, WEIGHTS_FILE, TensorPlace, read_places
 
 __all__ = ["EMBEDDINGS", "HEAD", "PAGE_RANK", "WEIGHTS_FILE", "AdapterError", "AdapterModule", "AdapterSpec", "TrainedTokens"]
-__all__ += ["read_adapter", "signature"]
+__all__ += ["Shapes", "most_weights_bytes", "read_adapter", "signature"]
 
 PAGE_RANK = 8  # LoRA ranks in one page of the pool
 EMBEDDINGS = ("embed_tokens", "wte", "embed_in")  # last names of modules whose input is a token
@@ -96,6 +96,13 @@ def read_adapter(folder: Path, lora_shapes: Shapes) -> AdapterSpec:
     ranks = [module.rank for path, module in loras.items() if path not in beyond_pages]
     extra_bytes = sum(_extra_bytes(path, tensors, shapes) for path, tensors in modules.items())
     return AdapterSpec(max(ranks, default=1), loras, frozenset(beyond_pages), biases, tokens, copies, extra_bytes, places)
+
+
+def most_weights_bytes(lora_shapes: Shapes, num_pages: int, extra_bytes: int) -> int:
+    """Of the file of an adapter with so many pages and so much beside them; copies of the embedding and the head may be in it too."""
+    rows = sum(sum(shape) for path, shape in lora_shapes.items() if _is_linear(path))
+    copies = sum(prod(shape) for path, shape in lora_shapes.items() if not _is_linear(path))
+    return SIZE_BYTES + MAX_HEADER_BYTES + BYTES_OF_FLOAT * (num_pages * PAGE_RANK * rows + copies) + extra_bytes
 
 
 def signature(folder: Path) -> str:

@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 from loray.models.adapter_config import AdapterError, shown
 
 WEIGHTS_FILE = "adapter_model.safetensors"
+SIZE_BYTES = 8  # in which a file says how long its header is
 MAX_HEADER_BYTES = 8 << 20  # forty thousand tensors
 MAX_NAME_LEN = 512
 MAX_DIMS = 8
@@ -51,8 +52,8 @@ def _read(file: Path) -> tuple[dict[str, Any], int, int]:
     try:
         with open(file, "rb") as opened:
             size = file.stat().st_size
-            header_size = int.from_bytes(opened.read(8), "little")
-            if size < 8 or header_size > size - 8:
+            header_size = int.from_bytes(opened.read(SIZE_BYTES), "little")
+            if size < SIZE_BYTES or header_size > size - SIZE_BYTES:
                 raise AdapterError(f"{WEIGHTS_FILE} is cut short: {size} bytes cannot hold its header")
             if header_size > MAX_HEADER_BYTES:
                 raise AdapterError(f"{WEIGHTS_FILE} has a header of {header_size} bytes, more than {MAX_HEADER_BYTES}")
@@ -68,7 +69,7 @@ def _read(file: Path) -> tuple[dict[str, Any], int, int]:
     header.pop("__metadata__", None)
     if not header:
         raise AdapterError(f"{WEIGHTS_FILE} holds no tensors")
-    return header, size, size - 8 - header_size
+    return header, size, size - SIZE_BYTES - header_size
 
 
 def _check_entry(name: str, entry: Any, data_size: int) -> None:

@@ -12,15 +12,17 @@ from safetensors.numpy import save_file
 SHAPES = {"model.layers.0.self_attn.q_proj": (16, 24)}
 
 
-def save_folder(folder: Path, rank: int, seed: int = 0) -> None:
+def save_folder(folder: Path, rank: int, seed: int = 0, has_bias: bool = False) -> None:
     folder.mkdir(parents=True, exist_ok=True)
     rng = np.random.default_rng(seed)
     tensors = {}
     for path, (inputs, outputs) in SHAPES.items():
         tensors[f"base_model.model.{path}.lora_A.weight"] = rng.normal(size=(rank, inputs)).astype(np.float32)
         tensors[f"base_model.model.{path}.lora_B.weight"] = rng.normal(size=(outputs, rank)).astype(np.float32)
+        if has_bias:
+            tensors[f"base_model.model.{path}.lora_B.bias"] = rng.normal(size=outputs).astype(np.float32)
     save_file(tensors, folder / "adapter_model.safetensors")
-    config = {"peft_type": "LORA", "r": rank, "lora_alpha": rank, "target_modules": ["q_proj"], "bias": "none"}
+    config = {"peft_type": "LORA", "r": rank, "lora_alpha": rank, "target_modules": ["q_proj"], "bias": "none", "lora_bias": has_bias}
     (folder / "adapter_config.json").write_text(json.dumps(config))
 
 

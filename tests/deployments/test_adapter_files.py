@@ -7,6 +7,7 @@ import pytest
 
 from loray.deployments import adapter_files
 from loray.deployments.adapter_files import AdapterFiles, content_hash
+from loray.deployments.adapter_room import AdapterRoom
 from loray.deployments.errors import AdapterFailed, AdapterNotFound
 from tests.deployments.peft_folder import SHAPES, make_pipe, save_folder
 
@@ -27,6 +28,40 @@ def test_pages_hold_eight_ranks_each(root: Path) -> None:
     for rank, num_pages in ((1, 1), (8, 1), (9, 2), (64, 8)):
         save_folder(root / f"r{rank}", rank)
         assert files.find(f"r{rank}").num_pages == num_pages
+
+
+def test_what_an_adapter_has_beside_its_pages_takes_room_in_the_pool(root: Path) -> None:
+    save_folder(root / "biased", rank=4, has_bias=True)
+    for page_bytes, num_pages in ((96, 1), (95, 2), (32, 3)):  # it has 24 floats
+        files = AdapterFiles([root], SHAPES, AdapterRoom(3, page_bytes, host_bytes=1000))
+        assert (files.find("biased").num_pages, files.find("small").num_pages) == (num_pages, 1)
+
+
+@pytest.mark.parametrize(
+    ("room", "reason"),
+    [
+        (AdapterRoom(7, page_bytes=10, host_bytes=80), "'large' needs 8 rank pages, the pool has 7: raise adapters.gpu_bytes"),
+        (AdapterRoom(8, page_bytes=10, host_bytes=79), "'large' may need more than the 79 bytes of host memory"),
+    ],
+)
+def test_what_there_could_never_be_room_for_is_refused_before_its_weights_are_read_and_not_listed(
+    root: Path, monkeypatch: pytest.MonkeyPatch, room: AdapterRoom, reason: str
+) -> None:
+    save_folder(root / "large", rank=64)
+    assert AdapterFiles([root], SHAPES, AdapterRoom(8, page_bytes=10, host_bytes=80)).find("large").num_pages == 8
+    files, reads = AdapterFiles([root], SHAPES, room), []
+    monkeypatch.setattr(adapter_files, "content_hash", lambda path: reads.append(path))
+    with pytest.raises(AdapterFailed, match=reason):
+        files.find("large")
+    assert not reads and not files.fits(root / "large") and files.fits(root / "small")
+
+
+def test_a_sum_of_adapters_has_the_ranks_of_both_in_each_module(root: Path) -> None:
+    files = AdapterFiles([root], SHAPES, AdapterRoom(2, page_bytes=10, host_bytes=80))
+    save_folder(root / "other", rank=12)
+    files.check_sum("both", [root / "small", root / "other"])
+    with pytest.raises(AdapterFailed, match="'both' needs 3 rank pages, the pool has 2"):
+        files.check_sum("both", [root / "small", root / "other", root / "small"])
 
 
 def test_a_folder_dropped_in_later_is_found_and_listed(root: Path) -> None:

@@ -1,7 +1,6 @@
 """A driver replica's adapters, over a real store, a real engine and a simulated rank."""
 
 import asyncio
-import dataclasses
 import threading
 from collections.abc import Collection, Coroutine
 from glob import glob
@@ -301,14 +300,6 @@ def test_an_adapter_is_one_with_and_without_its_source(service: AdapterService) 
         assert not status.is_pinned
 
     run(work())
-
-
-def test_what_an_adapter_has_beside_its_pages_takes_room_in_the_pool(
-    service: AdapterService, store: Store, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    find = store.find
-    monkeypatch.setattr(store, "find", lambda ref: dataclasses.replace(find(ref), extra_bytes=2 * PAGE_BYTES + 1))
-    assert run(service.find(ref("small"))).num_pages == 3
 
 
 def test_unloading_a_merge_by_its_name_frees_its_tiers_and_its_files(service: AdapterService, store: Store, tmp_path: Path) -> None:

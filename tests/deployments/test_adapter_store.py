@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 
 from loray.deployments import adapter_store, remembered_failures
+from loray.deployments.adapter_room import ANY_ROOM, AdapterRoom
 from loray.deployments.adapter_store import AdapterStore
 from loray.deployments.config import AdapterArgs
 from loray.deployments.errors import AdapterFailed, AdapterNotFound, InvalidRequest, SourceFailed
@@ -34,9 +35,9 @@ class World:
         self.web = FileServer(folder / "web")
         save_folder(folder / "hub" / "org" / "small", rank=4)
 
-    def store(self, **changes: Any) -> AdapterStore:
+    def store(self, room: AdapterRoom = ANY_ROOM, **changes: Any) -> AdapterStore:
         args = {"local_roots": [self.folder / "local"], "allowed_urls": [self.web.url], **changes}
-        return AdapterStore(AdapterArgs(**args), SHAPES, self.folder / "cache")
+        return AdapterStore(AdapterArgs(**args), SHAPES, self.folder / "cache", room)
 
     def on_web(self, name: str, rank: int = 4, seed: int = 0) -> AdapterRef:
         save_folder(self.folder / "web" / name, rank, seed)
@@ -615,6 +616,18 @@ def test_a_merge_is_made_once_and_another_recipe_or_version_is_another_merge(wor
     stores[0].merged("a and b", [parts[0], stores[0].find(world.on_web("c", seed=2))], recipe)
     assert len(merges) == 3 and not list((world.folder / "cache").glob("partial/*"))
     assert stores[0].names() == [f"{world.web.url}/{name}" for name in ("a", "b", "c")]
+
+
+def test_a_merge_that_there_could_never_be_room_for_is_refused_before_it_is_made(world: World) -> None:
+    merges: list[Path] = []
+    refs = [world.on_web(name, rank=8, seed=seed) for seed, name in enumerate(("a", "b"))]
+    store = world.store(AdapterRoom(num_pages=1, page_bytes=1000, host_bytes=1000))
+    store.merge = merging(merges)
+    parts, weights = [store.find(ref) for ref in refs], (0.5, 0.5)
+    with pytest.raises(AdapterFailed, match="'both' needs 2 rank pages, the pool has 1"):
+        store.merged("both", parts, MergeRecipe(adapter_ids=("a", "b"), weights=weights))
+    assert not merges
+    assert store.merged("both", parts, MergeRecipe(adapter_ids=("a", "b"), weights=weights, strategy="ties")).num_pages == 1
 
 
 def test_a_merge_of_files_that_change_meanwhile_is_not_kept(world: World) -> None:
