@@ -7,7 +7,7 @@ import hashlib
 import os
 import threading
 from collections import Counter, OrderedDict
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from itertools import islice
 from pathlib import Path
 
@@ -15,8 +15,8 @@ from loray.deployments.adapter_room import ANY_ROOM, AdapterRoom
 from loray.deployments.adapters import Adapter
 from loray.deployments.errors import AdapterFailed, AdapterNotFound
 from loray.deployments.keyed_lock import KeyedLock
-from loray.models.adapter import AdapterError, Shapes, signature
-from loray.models.adapter_config import CONFIG_FILE
+from loray.models.adapter import AdapterError, Shapes, rank_in_config, signature
+from loray.models.adapter_config import CONFIG_FILE, check_config_size
 from loray.models.adapter_header import WEIGHTS_FILE
 from loray.models.adapter_specs import AdapterSpecs
 
@@ -29,7 +29,8 @@ class AdapterFiles:
     def __init__(self, roots: list[Path], lora_shapes: Shapes, room: AdapterRoom = ANY_ROOM) -> None:
         self._roots = roots
         self._specs = AdapterSpecs(lora_shapes)
-        self._room = room
+        self._lora_shapes, self._room = lora_shapes, room
+        self._max_weights_bytes = room.max_weights_bytes(lora_shapes)
         self._validated: OrderedDict[str, Adapter] = OrderedDict()  # by path, most recently used last
         self._lock = threading.Lock()  # of _validated; never held while files are read
         self._validating = KeyedLock()
@@ -40,7 +41,7 @@ class AdapterFiles:
 
     def check(self, adapter_id: str, path: Path) -> Adapter:
         """The folder as an adapter. Its files are read only when they are not those of the last time."""
-        with _errors_of(adapter_id, path):
+        with _errors_of(adapter_id, path.name):
             files = signature(path)
             known = self._known(path, files)
             if known is None:
@@ -49,11 +50,27 @@ class AdapterFiles:
                     self._remember(known)
         return dataclasses.replace(known, adapter_id=adapter_id, page_ids=[])
 
+    def check_sizes(self, adapter_id: str, sizes: Mapping[str, int]) -> None:
+        """Of files that are not here yet, by their names."""
+        with _errors_of(adapter_id):
+            check_config_size(sizes[CONFIG_FILE])
+        if sizes[WEIGHTS_FILE] > self._max_weights_bytes:
+            raise AdapterFailed(
+                f"adapter {adapter_id!r}: {WEIGHTS_FILE} has {sizes[WEIGHTS_FILE]} bytes, more than there could ever be room for "
+                f"({self._max_weights_bytes}): raise adapters.gpu_bytes and adapters.host_bytes"
+            )
+
+    def check_config(self, adapter_id: str, path: Path) -> None:
+        """Raises what `check` would raise for the config, which is here before the weights."""
+        with _errors_of(adapter_id):
+            rank = rank_in_config(path, self._lora_shapes)
+        self._room.pages_for(adapter_id, rank)
+
     def check_sum(self, adapter_id: str, paths: Sequence[Path]) -> None:
         """Raises if there could never be room for these adapters side by side, as a linear merge has them."""
         ranks: Counter[str] = Counter()
         for path in paths:
-            with _errors_of(adapter_id, path):
+            with _errors_of(adapter_id, path.name):
                 spec = self._specs.read(path)
             ranks.update({module: lora.rank for module, lora in spec.modules.items() if module not in spec.beyond_pages})
         self._room.pages_for(adapter_id, max(ranks.values(), default=1))
@@ -118,11 +135,12 @@ class AdapterFiles:
 
 
 @contextlib.contextmanager
-def _errors_of(adapter_id: str, path: Path) -> Iterator[None]:
+def _errors_of(adapter_id: str, folder: str = "") -> Iterator[None]:
+    """folder: its name, by which a message may call the adapter."""
     try:
         yield
     except (AdapterError, OSError) as error:
-        reason = str(error).removeprefix(f"adapter {path.name!r}: ")
+        reason = str(error).removeprefix(f"adapter {folder!r}: ")
         raise AdapterFailed(f"adapter {adapter_id!r}: {reason}") from error
 
 

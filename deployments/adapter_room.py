@@ -45,5 +45,3 @@ def too_many_bytes(adapter_id: str, host_bytes: int) -> AdapterFailed:
         f"adapter {adapter_id!r} may need more than the {host_bytes} bytes of host memory that adapters may take, "
         "less what is pinned: raise adapters.host_bytes"
     )
-
-

@@ -3,6 +3,7 @@
 import hashlib
 import posixpath
 import re
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Protocol
@@ -69,8 +70,11 @@ class Source(Protocol):
 
     def describe(self, place: Place, token: str) -> Offer: ...
 
-    def fetch(self, place: Place, offer: Offer, token: str, folder: Path) -> None:
-        """Write the files of the offer, whole and with their digests, into the folder."""
+    def fetch(self, place: Place, offer: Offer, names: Iterable[str], token: str, folder: Path) -> None:
+        """Write these files of the offer, whole and with their digests, into the folder."""
+
+    def check_unchanged(self, place: Place, offer: Offer, token: str) -> None:
+        """Raises if files that were fetched since the offer was made may be of different versions."""
 
     def may_read(self, place: Place, token: str) -> bool: ...
 

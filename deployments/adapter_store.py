@@ -15,6 +15,7 @@ from typing import Any
 import msgspec
 from huggingface_hub import get_token
 
+from loray.deployments.adapter_download import download
 from loray.deployments.adapter_errors import only_loray_errors
 from loray.deployments.adapter_files import AdapterFiles
 from loray.deployments.adapter_listing import AdapterListing
@@ -23,7 +24,6 @@ from loray.deployments.adapter_sources import FILES, URL_SCHEMES, Offer, Place, 
 from loray.deployments.adapters import Adapter
 from loray.deployments.config import AdapterArgs
 from loray.deployments.disk_cache import DiskCache, DiskFull, Entry, is_whole
-from loray.deployments.download_log import logged
 from loray.deployments.errors import AdapterFailed, AdapterNotFound, InvalidRequest, LorayError
 from loray.deployments.expiring import Expiring
 from loray.deployments.hub_source import HubSource, not_found
@@ -260,22 +260,15 @@ class AdapterStore:
 
     def _download(self, wish: _Wish, offer: Offer) -> Adapter:
         place = wish.place
-        with self._room(place, offer.num_bytes) as folder:
-            with logged(place.name, folder, offer.num_bytes), self._failures.of_source(place.key):
-                self._sources[place.source].fetch(place, offer, wish.token, folder)
-            for name, size in offer.files.items():
-                if (num_bytes := (folder / name).stat().st_size) != size:
-                    raise AdapterFailed(f"adapter {place.name!r}: {name} has {size} bytes, {num_bytes} came")
-            version = self._files.check(place.name, folder).version
-            path = self._cache.publish(place.key, folder, Entry(place.name, version, offer.stamp, offer.is_private))
-        return self._files.check(place.name, path)
+        with _told_when_full(place), self._failures.of_source(place.key):
+            return download(self._sources[place.source], place, offer, wish.token, self._files, self._cache)
 
     def _merge(self, place: Place, parts: list[Adapter], weights: Sequence[float], method: dict[str, Any]) -> Adapter:
         folders = [Path(part.path) for part in parts]
         if method["strategy"] == "linear":  # the others are of no higher rank than their parts
             self._files.check_sum(place.address, folders)
         num_bytes = sum((folder / name).stat().st_size for folder in folders for name in FILES)
-        with self._room(place, 2 * num_bytes + MERGE_BYTES) as folder:  # halves become float32
+        with _told_when_full(place), self._cache.staging(place.key, 2 * num_bytes + MERGE_BYTES) as folder:  # halves become float32
             try:
                 self.merge(folders, weights, method, self._lora_shapes, folder / "merged")
             except AdapterError as error:
@@ -287,10 +280,10 @@ class AdapterStore:
             path = self._cache.publish(place.key, folder / "merged", Entry("", version, stamp="", is_private=False))
         return self._files.check(place.address, path)
 
-    @contextlib.contextmanager
-    def _room(self, place: Place, num_bytes: int) -> Iterator[Path]:
-        try:
-            with self._cache.staging(place.key, num_bytes) as folder:
-                yield folder
-        except DiskFull as error:
-            raise AdapterFailed(f"adapter {place.name!r}: {error}") from None
+
+@contextlib.contextmanager
+def _told_when_full(place: Place) -> Iterator[None]:
+    try:
+        yield
+    except DiskFull as error:
+        raise AdapterFailed(f"adapter {place.name!r}: {error}") from None

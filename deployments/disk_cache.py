@@ -118,19 +118,22 @@ class DiskCache:
         return self._locks.only_one(key)
 
     @contextmanager
-    def staging(self, key: str, num_bytes: int) -> Iterator[Path]:
-        """A folder to download into, for who is the only one of its key; room for num_bytes is made before."""
+    def staging(self, key: str, num_bytes: int = 0) -> Iterator[Path]:
+        """A folder to download into, for who is the only one of its key; room for num_bytes is made before. 0: `grow` makes it later."""
         self._clean()
-        with self.only_one(ROOM):  # held while files are counted and deleted, never while any are read from afar
-            for left in self._partial.glob(f"{key}.*"):  # by a process that died
-                shutil.rmtree(left, ignore_errors=True)
-            self._make_room(num_bytes)
-            folder = self._partial / f"{key}.{num_bytes}"
-            folder.mkdir(parents=True)
+        self._delete_partial(key)  # by a process that died
+        folder = self._partial / f"{key}.0"
+        folder.mkdir(parents=True)
         try:
-            yield folder
+            yield self.grow(folder, num_bytes) if num_bytes else folder
         finally:
-            shutil.rmtree(folder, ignore_errors=True)
+            self._delete_partial(key)
+
+    def grow(self, staged: Path, num_bytes: int) -> Path:
+        """Makes room for so many bytes in the staged folder, which has another name then."""
+        with self.only_one(ROOM):  # held while files are counted and deleted, never while any are read from afar
+            self._make_room(num_bytes)
+            return staged.rename(staged.with_suffix(f".{num_bytes}"))
 
     def publish(self, key: str, staged: Path, entry: Entry) -> Path:
         """From now on this is the key's version. Nobody looks into the folder before the entry names it."""
@@ -175,6 +178,10 @@ class DiskCache:
                     num_bytes = sum(file.stat().st_size for file in path.iterdir())
                     held.append(_Held(path, num_bytes, path.stat().st_mtime))
         return held
+
+    def _delete_partial(self, key: str) -> None:
+        for folder in self._partial.glob(f"{key}.*"):
+            shutil.rmtree(folder, ignore_errors=True)
 
     def _make_room(self, num_bytes: int) -> None:
         keys = [folder for folder in self._folder.iterdir() if folder != self._partial]

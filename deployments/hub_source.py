@@ -1,7 +1,7 @@
 """Adapters on the Hugging Face hub, or on a server that speaks as it does (HF_ENDPOINT). Keeps nothing, neither files nor tokens."""
 
 import os
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -41,9 +41,9 @@ class HubSource:
         digests = {name: digest for name in files if (digest := digest_of("sha256", hashes.get(name, "")))}
         return Offer(files, stamp=info.sha or "", is_private=is_private, digests=digests)
 
-    def fetch(self, place: Place, offer: Offer, token: str, folder: Path) -> None:
+    def fetch(self, place: Place, offer: Offer, names: Iterable[str], token: str, folder: Path) -> None:
         revision = offer.stamp or place.revision or None
-        for name in offer.files:
+        for name in names:
             for attempt in range(NUM_ATTEMPTS):
                 with _translated(place):
                     self._api.hf_hub_download(
@@ -54,6 +54,9 @@ class HubSource:
                     break
             else:
                 raise AdapterFailed(f"adapter {place.name!r}: {difference}")
+
+    def check_unchanged(self, place: Place, offer: Offer, token: str) -> None:
+        """They are all of one commit."""
 
     def may_read(self, place: Place, token: str) -> bool:
         url = hf_hub_url(place.address, CONFIG_FILE, revision=place.revision or None, endpoint=self._api.endpoint)

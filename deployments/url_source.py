@@ -3,7 +3,7 @@
 import re
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -70,10 +70,12 @@ class UrlSource:
         digests = {name: digest for name, info in infos.items() if (digest := told_digest(place.source, info))}
         return Offer({name: info["size"] for name, info in infos.items()}, stamp=_stamp(infos), digests=digests)
 
-    def fetch(self, place: Place, offer: Offer, token: str, folder: Path) -> None:
-        for name in offer.files:
+    def fetch(self, place: Place, offer: Offer, names: Iterable[str], token: str, folder: Path) -> None:
+        for name in names:
             self._fetch_file(place, offer, name, folder / name)
-        if self.describe(place, token) != offer:  # the files may be of different versions
+
+    def check_unchanged(self, place: Place, offer: Offer, token: str) -> None:
+        if self.describe(place, token) != offer:
             raise AdapterFailed(f"adapter {place.name!r} was changed while it was read; ask again")
 
     def may_read(self, place: Place, token: str) -> bool:

@@ -13,7 +13,7 @@ from loray.models.adapter_config import CONFIG_FILE, AdapterConfig, AdapterError
 from loray.models.adapter_header import MAX_HEADER_BYTES, SIZE_BYTES, WEIGHTS_FILE, TensorPlace, read_places
 
 __all__ = ["EMBEDDINGS", "HEAD", "PAGE_RANK", "WEIGHTS_FILE", "AdapterError", "AdapterModule", "AdapterSpec", "TrainedTokens"]
-__all__ += ["Shapes", "most_weights_bytes", "read_adapter", "signature"]
+__all__ += ["Shapes", "most_weights_bytes", "rank_in_config", "read_adapter", "signature"]
 
 PAGE_RANK = 8  # LoRA ranks in one page of the pool
 EMBEDDINGS = ("embed_tokens", "wte", "embed_in")  # last names of modules whose input is a token
@@ -79,7 +79,7 @@ def read_adapter(folder: Path, lora_shapes: Shapes) -> AdapterSpec:
     """lora_shapes: module path -> (in_features, out_features) of all that can carry LoRA, linears first. A model whose embedding is
     not among them is one that transformers runs: it takes plain LoRA."""
     try:
-        config = AdapterConfig(folder / CONFIG_FILE)
+        config = _read_config(folder, lora_shapes)
         places = read_places(folder)
         shapes = {name: place.shape for name, place in places.items()}
         modules, names = _by_module(shapes, lora_shapes, config)
@@ -98,6 +98,19 @@ def read_adapter(folder: Path, lora_shapes: Shapes) -> AdapterSpec:
     return AdapterSpec(max(ranks, default=1), loras, frozenset(beyond_pages), biases, tokens, copies, extra_bytes, places)
 
 
+def rank_in_config(folder: Path, lora_shapes: Shapes) -> int:
+    """As `read_adapter` would find it, from the config alone: what is refused for that need not be fetched whole. Raises AdapterError."""
+    config = _read_config(folder, lora_shapes)
+    model = next(iter(lora_shapes), "").partition(".")[0]
+    names: Names = {}
+    for path in lora_shapes:
+        for name in (path, path.removeprefix(f"{model}.")):  # of the whole model, of the bare one
+            if path not in names and config.is_targeted(name, _is_linear(path)):
+                names[path] = name
+    config.check_has_targets(names)
+    return max((config.rank(name) for path, name in names.items() if _is_linear(path)), default=1)
+
+
 def most_weights_bytes(lora_shapes: Shapes, num_pages: int, extra_bytes: int) -> int:
     """Of the file of an adapter with so many pages and so much beside them; copies of the embedding and the head may be in it too."""
     rows = sum(sum(shape) for path, shape in lora_shapes.items() if _is_linear(path))
@@ -112,6 +125,30 @@ def signature(folder: Path) -> str:
     except OSError as error:
         raise AdapterError(f"adapter {folder.name!r}: {error.strerror}") from error
     return ",".join(f"{stat.st_ino}-{stat.st_size}-{stat.st_mtime_ns}-{stat.st_ctime_ns}" for stat in stats)
+
+
+def _read_config(folder: Path, lora_shapes: Shapes) -> AdapterConfig:
+    config = AdapterConfig(folder / CONFIG_FILE)
+    if config.use_dora and not any(_is_embedding(path) for path in lora_shapes):
+        raise AdapterError("use_dora: DoRA is not supported on a model that transformers runs")
+    for path in lora_shapes:
+        if not _is_linear(path):
+            _check_token_ids(config.token_ids(path), _vocab_size(path, lora_shapes))
+    return config
+
+
+def _check_token_ids(token_ids: tuple[int, ...], vocab_size: int) -> None:
+    if any(not 0 <= token_id < vocab_size for token_id in token_ids):
+        raise AdapterError(
+            f"trainable_token_indices is {shown(token_ids)}, the base model has {vocab_size}: added tokens are not supported"
+        )
+    if len(set(token_ids)) < len(token_ids):
+        raise AdapterError("trainable_token_indices names a token twice")
+
+
+def _vocab_size(path: str, lora_shapes: Shapes) -> int:
+    """Of the embedding or the head at this path."""
+    return lora_shapes[path][0 if _is_embedding(path) else 1]
 
 
 def _has_lora(tensors: Tensors) -> bool:
@@ -195,7 +232,6 @@ class _Reader:
 
     def __init__(self, config: AdapterConfig, names: Names, shapes: dict[str, tuple[int, ...]], lora_shapes: Shapes) -> None:
         self._config, self._names, self._shapes, self._lora_shapes = config, names, shapes, lora_shapes
-        self._is_native = any(_is_embedding(path) for path in lora_shapes)
 
     def module(self, path: str, tensors: Tensors) -> AdapterModule:
         config, (inputs, outputs) = self._config, self._lora_shapes[path]
@@ -225,14 +261,7 @@ class _Reader:
         name, token_ids = tensors["trained tokens"], self._config.token_ids(path)
         if _is_linear(path):
             raise AdapterError(f"tensor {name}: {path} has no tokens")
-        inputs, outputs = self._lora_shapes[path]
-        vocab_size, hidden_size = (inputs, outputs) if _is_embedding(path) else (outputs, inputs)
-        if any(not 0 <= token_id < vocab_size for token_id in token_ids):
-            raise AdapterError(
-                f"trainable_token_indices is {shown(token_ids)}, the base model has {vocab_size}: added tokens are not supported"
-            )
-        if len(set(token_ids)) < len(token_ids):
-            raise AdapterError("trainable_token_indices names a token twice")
+        hidden_size = self._lora_shapes[path][1 if _is_embedding(path) else 0]
         self._check_shape(name, (len(token_ids), hidden_size))
         return TrainedTokens(name, token_ids)
 
@@ -257,8 +286,6 @@ class _Reader:
             raise AdapterError(f"use_dora is set, but module {path} has no lora_magnitude_vector")
         if "bias of lora_B" in tensors and not self._config.lora_bias:
             raise AdapterError(f"tensor {tensors['bias of lora_B']}: lora_bias is not set, so PEFT would not read it")
-        if self._config.use_dora and not self._is_native:
-            raise AdapterError("use_dora: DoRA is not supported on a model that transformers runs")
         if self._config.ensure_weight_tying and not _is_linear(path):
             raise AdapterError(f"ensure_weight_tying is set: LoRA on {path} shared with what is tied to it is not supported")
 

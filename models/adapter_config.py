@@ -3,6 +3,7 @@
 import json
 import math
 import re
+from collections.abc import Collection
 from pathlib import Path
 from reprlib import Repr
 from typing import Any
@@ -92,6 +93,12 @@ class AdapterConfig:
         targets = self._fields["target_modules"]
         return isinstance(targets, str) or name in targets or self._is_in_layers(name)
 
+    def check_has_targets(self, names: Collection[str]) -> None:
+        """names: of the base model's modules that it targets. Trained tokens and biases need none."""
+        if not names and self._fields.get("bias", "none") == "none" and not self._fields.get("trainable_token_indices"):
+            targets = shown(self._fields["target_modules"])
+            raise AdapterError(f"target_modules is {targets}: the base model has no such module that can carry LoRA")
+
     def token_ids(self, path: str) -> tuple[int, ...]:
         """Tokens whose embeddings were trained, of the embedding or head at this path."""
         indices = self._fields.get("trainable_token_indices") or []
@@ -159,12 +166,16 @@ class AdapterConfig:
         return match is not None and int(match["idx"]) in (layers if isinstance(layers, list) else [layers])
 
 
+def check_config_size(num_bytes: int) -> None:
+    if num_bytes > MAX_CONFIG_BYTES:
+        raise AdapterError(f"{CONFIG_FILE} has {num_bytes} bytes, more than {MAX_CONFIG_BYTES}")
+
+
 def _read(file: Path) -> dict[str, Any]:
     try:
         if not file.is_file():
             raise AdapterError(f"{CONFIG_FILE} is missing")
-        if (size := file.stat().st_size) > MAX_CONFIG_BYTES:
-            raise AdapterError(f"{CONFIG_FILE} has {size} bytes, more than {MAX_CONFIG_BYTES}")
+        check_config_size(file.stat().st_size)
         config = json.loads(file.read_bytes())
     except OSError as error:
         raise AdapterError(f"{CONFIG_FILE} cannot be read: {error.strerror}") from None

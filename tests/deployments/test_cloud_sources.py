@@ -123,7 +123,9 @@ def small(tmp_path: Path) -> Path:
 
 def fetched(cloud: Cloud, place: Place, folder: Path) -> dict[str, bytes]:
     folder.mkdir()
-    cloud.source.fetch(place, cloud.source.describe(place, ""), "", folder)
+    offer = cloud.source.describe(place, "")
+    cloud.source.fetch(place, offer, offer.files, "", folder)
+    cloud.source.check_unchanged(place, offer, "")
     return contents(folder)
 
 
@@ -162,18 +164,19 @@ def test_other_bytes_than_announced_are_refused(cloud: Cloud, small: Path, tmp_p
     body = (small / WEIGHTS).read_bytes()
     cloud.put(f"adapters/small/{WEIGHTS}", bytes(len(body)))
     with pytest.raises(AdapterFailed, match=f"its source says {hashlib.md5(body).hexdigest()}"):
-        cloud.source.fetch(place, offer, "", tmp_path)
+        cloud.source.fetch(place, offer, offer.files, "", tmp_path)
     cloud.put(f"adapters/small/{WEIGHTS}", body + b"x")
     with pytest.raises(AdapterFailed, match="more than"):
-        cloud.source.fetch(place, offer, "", tmp_path)
+        cloud.source.fetch(place, offer, offer.files, "", tmp_path)
 
 
 def test_files_that_change_while_they_are_read_are_not_mixed(cloud: Cloud, small: Path, tmp_path: Path) -> None:
     place = cloud.put_folder(small, "adapters/small")
     offer = cloud.source.describe(place, "")
     cloud.put("adapters/small/chat_template.jinja", b"{{ messages }}")
+    cloud.source.fetch(place, offer, offer.files, "", tmp_path)
     with pytest.raises(AdapterFailed, match="changed while"):
-        cloud.source.fetch(place, offer, "", tmp_path)
+        cloud.source.check_unchanged(place, offer, "")
 
 
 @pytest.mark.parametrize("scheme", OPTIONS)

@@ -87,6 +87,20 @@ def test_downloads_under_way_count(tmp_path: Path) -> None:
             pass
 
 
+def test_a_download_that_grows_counts_from_then_on_and_keeps_what_has_come(tmp_path: Path) -> None:
+    size = folder_bytes(tmp_path)
+    cache = DiskCache(tmp_path / "cache", size)
+    path = keep(cache, KEY, size)
+    with cache.only_one("hub-a.b"), cache.staging("hub-a.b") as small:
+        (small / "adapter_config.json").write_text("{}")
+        assert path.exists()
+        grown = cache.grow(small, size)
+        assert not path.exists() and not small.exists() and (grown / "adapter_config.json").read_text() == "{}"
+        with pytest.raises(DiskFull, match=f"downloads under way {size}"):
+            keep(cache, KEY, 1)
+    assert not list((tmp_path / "cache" / "partial").iterdir())
+
+
 def test_what_a_dead_process_left_half_done_does_not_count(tmp_path: Path) -> None:
     left = tmp_path / "cache" / "partial" / "hub-dead.90"
     left.mkdir(parents=True)

@@ -26,7 +26,8 @@ def hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[HubServer]:
 
 def fetched(source: HubSource, place: Place, folder: Path, token: str = "") -> dict[str, bytes]:
     folder.mkdir()
-    source.fetch(place, source.describe(place, token), token, folder)
+    offer = source.describe(place, token)
+    source.fetch(place, offer, offer.files, token, folder)
     return {file.name: file.read_bytes() for file in folder.iterdir() if file.is_file()}
 
 

@@ -60,7 +60,9 @@ def at(url: str) -> Place:
 
 def fetched(source: UrlSource, place: Place, folder: Path) -> dict[str, bytes]:
     folder.mkdir()
-    source.fetch(place, source.describe(place, ""), "", folder)
+    offer = source.describe(place, "")
+    source.fetch(place, offer, offer.files, "", folder)
+    source.check_unchanged(place, offer, "")
     return contents(folder)
 
 

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from loray.models.adapter import AdapterError, AdapterSpec, read_adapter
+from loray.models.adapter import AdapterError, AdapterSpec, most_weights_bytes, rank_in_config, read_adapter
 
 BARE = "layers.0.self_attn.q_proj"
 SHAPES = {f"model.{BARE}": (6, 4), "model.layers.1.self_attn.q_proj": (6, 4), "model.embed_tokens": (10, 6), "lm_head": (6, 10)}
@@ -155,6 +155,59 @@ def test_patterns_are_asked_with_the_name_in_the_model_the_adapter_was_made_from
     assert read(tmp_path, OF_BARE_MODEL, alpha_pattern=pattern).modules[f"model.{BARE}"].scale == 32
     assert read(tmp_path, LINEAR, alpha_pattern=pattern).modules[f"model.{BARE}"].scale == 1
     assert read(tmp_path, OF_BARE_MODEL, target_modules=r"layers\.0\..*", rank_pattern={r"^layers\..*": 2}, r=9).rank == 2
+
+
+@pytest.mark.parametrize(
+    ("changes", "rank"),
+    [
+        ({"r": 3}, 3),
+        ({"r": 3, "rank_pattern": {"layers.1.self_attn.q_proj": 7}}, 7),
+        ({"r": 3, "rank_pattern": {"layers.2.self_attn.q_proj": 7, "embed_tokens": 9, "lm_head": 9}}, 3),
+        ({"r": 3, "target_modules": "all-linear"}, 3),
+        ({"r": 3, "target_modules": r"model\.layers\.\d\..*"}, 3),
+        ({"r": 3, "target_modules": r"layers\.\d\..*"}, 3),
+        ({"r": 3, "target_modules": ["embed_tokens"]}, 1),
+        ({"r": 3, "target_modules": ["x"], "bias": "all"}, 1),
+        ({"r": 3, "target_modules": ["x"], "trainable_token_indices": [1]}, 1),
+    ],
+)
+def test_a_config_alone_tells_the_highest_rank_of_a_linear(tmp_path: Path, changes: dict[str, Any], rank: int) -> None:
+    (tmp_path / "adapter_config.json").write_text(json.dumps(CONFIG | changes))
+    assert rank_in_config(tmp_path, SHAPES) == rank
+
+
+@pytest.mark.parametrize(
+    ("changes", "reason"),
+    [
+        ({"target_modules": ["x"]}, r"target_modules is \['x'\]: the base model has no such module that can carry LoRA"),
+        ({"exclude_modules": ".*"}, "the base model has no such module"),
+        ({"layers_to_transform": [5], "target_modules": ["q_proj"]}, "the base model has no such module"),
+        ({"trainable_token_indices": [10]}, r"trainable_token_indices is \(10,\), the base model has 10: added tokens"),
+        ({"r": 0}, "is 0, not a positive whole number"),
+        ({"modules_to_save": ["lm_head"]}, "modules_to_save"),
+    ],
+)
+def test_what_a_config_alone_refuses_needs_no_weights(tmp_path: Path, changes: dict[str, Any], reason: str) -> None:
+    (tmp_path / "adapter_config.json").write_text(json.dumps(CONFIG | changes))
+    with pytest.raises(AdapterError, match=reason):
+        rank_in_config(tmp_path, SHAPES)
+
+
+def test_dora_on_a_model_that_transformers_runs_needs_no_weights_to_be_refused(tmp_path: Path) -> None:
+    (tmp_path / "adapter_config.json").write_text(json.dumps(CONFIG | {"use_dora": True}))
+    assert rank_in_config(tmp_path, SHAPES) == 2
+    with pytest.raises(AdapterError, match="transformers runs"):
+        rank_in_config(tmp_path, {f"model.{BARE}": (6, 4)})
+
+
+def test_no_adapter_with_so_many_pages_has_more_bytes(tmp_path: Path) -> None:
+    copies = {"model.embed_tokens.base_layer.weight": [10, 6], "lm_head.base_layer.weight": [10, 6]}
+    linears = [f"model.layers.{layer}.self_attn.q_proj.lora" for layer in (0, 1)]
+    full = {f"{name}_A.weight": [8, 6] for name in linears} | {f"{name}_B.weight": [4, 8] for name in linears}
+    biases = {f"{name}_B.bias": [4] for name in linears}
+    spec = read(tmp_path, full | copies | biases, r=8, lora_bias=True)
+    num_bytes = sum(place.end - place.begin for place in spec.places.values())
+    assert most_weights_bytes(SHAPES, num_pages=1, extra_bytes=spec.extra_bytes) == 8 + (8 << 20) + num_bytes
 
 
 def test_a_layers_pattern_may_have_groups_of_its_own(tmp_path: Path) -> None:
