@@ -113,10 +113,12 @@ class AdapterFiles:
     def locate(self, adapter_id: str) -> Path:
         """Its folder, which may be no adapter. Raises AdapterNotFound."""
         with contextlib.suppress(OSError, ValueError):  # a name that no file system can hold
+            tops = [Path(os.path.realpath(root)) for root in self._roots]
             for root in self._roots:
-                path, top = Path(os.path.realpath(root / adapter_id)), Path(os.path.realpath(root))
+                path = Path(os.path.realpath(root / adapter_id))
                 files = [Path(os.path.realpath(path / name)) for name in (CONFIG_FILE, WEIGHTS_FILE)]  # each may be a link of its own
-                if path != top and files[0].is_file() and all(file.is_relative_to(top) for file in (path, *files)):
+                is_inside = all(any(file.is_relative_to(top) for top in tops) for file in (path, *files))
+                if is_inside and path not in tops and files[0].is_file():
                     return path
         roots = ", ".join(f"{root.parent.name}/{root.name}" for root in self._roots)
         raise AdapterNotFound(f"adapter {adapter_id!r} is not in any of the folders this server reads ({roots})")

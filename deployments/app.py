@@ -7,6 +7,7 @@ from ray import serve
 
 from loray.cluster.placement import DRIVER_CPUS, INGRESS_CPUS, bundles
 from loray.deployments.adapter_registry import AdapterRegistry
+from loray.deployments.cluster_check import check_cluster
 from loray.deployments.config import ReplicaArgs, ServerArgs
 from loray.deployments.driver import Driver
 from loray.deployments.ingress import Ingress
@@ -22,6 +23,7 @@ def build(args: ServerArgs) -> serve.Application:
     """Refuses what can't work before anything is stopped or started, so an old version goes on serving."""
     args = settle(args)
     check_model(args)
+    check_cluster(args)
     driver = serve.deployment(Driver).options(
         ray_actor_options={"num_cpus": DRIVER_CPUS},
         placement_group_bundles=bundles(args.tensor_parallel_size, args.device),

@@ -92,23 +92,25 @@ def _ray(args: ServerArgs) -> Iterator[None]:
     _quiet()
     choose_grpc()
     try:
+        _init_ray(max(os.cpu_count() or 1, math.ceil(needed)))
+        yield
+    finally:
+        ray.shutdown()  # and not serve.shutdown: that one waits for every open request
+
+
+def _init_ray(num_cpus: int) -> None:
+    try:
         ray.init(
             address="local",
             namespace="loray",
-            num_cpus=max(os.cpu_count() or 1, math.ceil(needed)),
+            num_cpus=num_cpus,
             object_store_memory=OBJECT_STORE_BYTES,
             include_dashboard=False,
             log_to_driver=False,
             logging_level=logging.ERROR,
         )
-        if args.device == "cuda" and ray.cluster_resources().get("GPU", 0) < args.tensor_parallel_size:
-            gpus = ray.cluster_resources().get("GPU", 0)
-            raise LaunchError(
-                f"tensor_parallel_size: {args.tensor_parallel_size} rank(s) need as many GPUs, and this machine has {gpus:.0f}"
-            )
-        yield
-    finally:
-        ray.shutdown()  # and not serve.shutdown: that one waits for every open request
+    except OSError as error:
+        raise LaunchError(f"Ray can't start: {error}; it needs a HOME and a RAY_TMPDIR where files can be written") from error
 
 
 def _start(plan: Plan, signals: "_Signals") -> bool:

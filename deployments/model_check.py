@@ -1,8 +1,8 @@
 """Refuses a model that can't be served as asked, before anything is started or stopped."""
 
-from loray.deployments.config import ServerArgs
+from loray.deployments.config import BLOCK_SIZE, ServerArgs
 from loray.models.architectures import Implementation, UnsupportedModel, architecture_names, choose
-from loray.models.checkpoint import max_tensor_parallel, read_config, resolve_model
+from loray.models.checkpoint import least_kv_bytes, max_tensor_parallel, read_config, resolve_model
 
 
 def check_model(args: ServerArgs, *, verify: bool = False) -> Implementation:
@@ -24,6 +24,14 @@ def check_model(args: ServerArgs, *, verify: bool = False) -> Implementation:
         raise UnsupportedModel(f"tensor_parallel_size: {names} is served through transformers, on one rank only")
     if implementation == "native" and ranks > (heads := max_tensor_parallel(config)):
         raise ValueError(f"tensor_parallel_size: {ranks} is more than this model allows: it has {heads} attention heads")
+    if (
+        implementation == "native"
+        and args.device == "cpu"
+        and args.kv_cache.cpu_bytes < (least := least_kv_bytes(config, BLOCK_SIZE, ranks))
+    ):
+        raise ValueError(
+            f"kv_cache.cpu_bytes: {args.kv_cache.cpu_bytes} bytes are no room for {BLOCK_SIZE} tokens, which take at least {least}"
+        )
     return implementation
 
 

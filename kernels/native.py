@@ -32,9 +32,9 @@ def prepare(folder: Path) -> None:
     if _library is None and not IS_INTERPRETED:
         try:
             _library = load(compiled(folder))
-        except (OSError, subprocess.SubprocessError) as error:
+        except (OSError, ValueError, subprocess.SubprocessError) as error:
             reason = getattr(error, "stderr", None) or error  # what the compiler said, if it did
-            logger.warning("steps are slower than they could be: native.c can't be compiled here (%s)", reason)
+            logger.warning("steps are slower than they could be: native.c can't be compiled or loaded here (%s)", reason)
 
 
 def serves(device: torch.device, dtype: torch.dtype) -> bool:

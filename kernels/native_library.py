@@ -5,6 +5,8 @@ import hashlib
 import os
 import platform
 import re
+import shlex
+import signal
 import subprocess
 import tempfile
 from pathlib import Path
@@ -12,7 +14,7 @@ from pathlib import Path
 IS_ARM = platform.machine() == "aarch64"
 SOURCES = [Path(__file__).with_name(name) for name in ("native.c", "native_attention.c", *(["native_linear.c"] if IS_ARM else []))]
 OPENMP_RUNTIMES = "libgomp", "libiomp5", "libomp"
-COMPILE_S = 120.0
+COMPILE_S, ASK_S = 120.0, 20.0
 EXACT_FLAGS = "-fno-strict-aliasing", "-fno-math-errno", "-fno-trapping-math"  # no number changes; without them exp is no vector code
 MAX_ARGUMENTS = 17
 CALL_WORDS = 1 + MAX_ARGUMENTS
@@ -41,33 +43,51 @@ def _replay_source() -> str:
         f"case {NUMBERS[name]}: {name}({', '.join(casts[kind].format(1 + i) for i, kind in enumerate(kinds))}); break;\n"
         for name, kinds in FUNCTIONS.items()
     )
-    source = "\n".join(f'#include "{path}"' for path in SOURCES)
+    source = "\n".join(f'#include "{path.name}"' for path in SOURCES)
     loop = f"for (const int64_t *call = calls, *end = calls + {CALL_WORDS} * count; call < end; call += {CALL_WORDS})"
     return f"{source}\nvoid replay(const int64_t *calls, int64_t count) {{ {loop} switch (call[0]) {{\n{cases}}} }}\n"
 
 
 def compiled(folder: Path) -> Path:
-    """For this source, compiler and CPU: another of them leaves what is there alone."""
-    compiler = os.environ.get("CC", "cc")
+    """For this source, compiler and CPU: another of them leaves what is there alone. Its name ends in its own digest, so that a file which
+    was cut or changed is made anew, not loaded."""
+    compiler = shlex.split(os.environ.get("CC") or "cc")
     native = "-mcpu=native" if IS_ARM else "-march=native"
-    version, features = _run(compiler, "--version"), _run(compiler, native, "-dM", "-E", "-x", "c", os.devnull)
+    version, features = _run(ASK_S, *compiler, "--version"), _run(ASK_S, *compiler, native, "-dM", "-E", "-x", "c", os.devnull)
     source = "".join((_replay_source(), *EXACT_FLAGS, *(path.read_text() for path in SOURCES)))
-    made = folder / f"{hashlib.sha256((source + version + features).encode()).hexdigest()[:16]}.so"
-    if not made.exists():
-        folder.mkdir(parents=True, exist_ok=True)
-        with tempfile.TemporaryDirectory(dir=folder) as staging:
-            whole, object_file, linked = (f"{staging}/native.{suffix}" for suffix in ("c", "o", "so"))
-            Path(whole).write_text(_replay_source())
-            _run(compiler, native, "-O3", "-fopenmp", "-fPIC", "-std=gnu11", *EXACT_FLAGS, "-c", whole, "-o", object_file)
-            _run(
-                compiler, "-shared", object_file, "-o", linked, "-lm"
-            )  # without an OpenMP runtime of its own: two would fight for the cores
-            Path(linked).replace(made)
-    return made
+    key = hashlib.sha256((source + version + features).encode()).hexdigest()[:16]
+    for made in folder.glob(f"{key}-*.so"):
+        if made.name == f"{key}-{_digest(made)}.so":
+            return made
+        made.unlink(missing_ok=True)
+    folder.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(dir=folder) as staging:
+        whole, object_file, linked = (Path(staging, f"whole.{suffix}") for suffix in ("c", "o", "so"))
+        whole.write_text(_replay_source())
+        flags = native, "-O3", "-fopenmp", "-fPIC", "-std=gnu11", *EXACT_FLAGS, f"-I{SOURCES[0].parent}"
+        _run(COMPILE_S, *compiler, *flags, "-c", str(whole), "-o", str(object_file))
+        # Without an OpenMP runtime of its own: two would fight for the cores.
+        _run(COMPILE_S, *compiler, "-shared", str(object_file), "-o", str(linked), "-lm")
+        return linked.replace(folder / f"{key}-{_digest(linked)}.so")
 
 
-def _run(*command: str) -> str:
-    return subprocess.run(command, capture_output=True, text=True, check=True, timeout=COMPILE_S).stdout
+def _digest(file: Path) -> str:
+    return hashlib.sha256(file.read_bytes()).hexdigest()[:16]
+
+
+def _run(seconds: float, *command: str) -> str:
+    """What it prints. One that takes longer is ended, with what it has started."""
+    with subprocess.Popen(
+        command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, errors="replace", start_new_session=True
+    ) as process:
+        try:
+            output, errors = process.communicate(timeout=seconds)
+        except subprocess.TimeoutExpired:
+            os.killpg(process.pid, signal.SIGKILL)
+            raise
+    if process.returncode:
+        raise subprocess.CalledProcessError(process.returncode, command, output, errors)
+    return output
 
 
 def load(path: Path) -> ctypes.CDLL:

@@ -57,6 +57,16 @@ def max_tensor_parallel(config: dict[str, Any]) -> int:
     return heads
 
 
+def least_kv_bytes(config: dict[str, Any], num_tokens: int, ranks: int) -> int:
+    """Of their keys and values on the rank with most heads, two bytes a number; 0 where the config does not say."""
+    heads, layers = _count(config, "num_attention_heads", "n_head"), _count(config, "num_hidden_layers", "n_layer")
+    hidden = _count(config, "hidden_size", "n_embd")
+    if heads is None or layers is None or hidden is None:
+        return 0
+    num_keys = -(-(_count(config, "num_key_value_heads") or heads) // ranks) * (_count(config, "head_dim") or hidden // heads)
+    return 2 * 2 * layers * num_keys * num_tokens
+
+
 def check_folder(folder: Path) -> Path:
     """The folder itself when it is a whole checkpoint; otherwise an error that names everything missing."""
     missing = []

@@ -133,6 +133,17 @@ def test_a_file_that_links_out_of_the_root_is_not_served(root: Path) -> None:
         AdapterFiles([root], SHAPES).find("small")
 
 
+def test_a_link_may_lead_from_one_root_into_another(root: Path) -> None:
+    other = root.parent / "other"
+    save_folder(other / "linked", rank=4)
+    (root / "link").symlink_to(other / "linked")
+    (root / "top").symlink_to(other)
+    files = AdapterFiles([root, other], SHAPES)
+    assert files.find("link").path == str(other / "linked")
+    with pytest.raises(AdapterNotFound):
+        files.find("top")
+
+
 def test_an_absolute_path_inside_a_root_is_fine(root: Path) -> None:
     assert AdapterFiles([root], SHAPES).find(str(root / "small")).path == str(root / "small")
 

@@ -12,6 +12,7 @@ from loray.deployments.config import ServerArgs
 from loray.deployments.model_check import check_model
 
 LLAMA = {"architectures": ["LlamaForCausalLM"], "num_attention_heads": 6}
+LLAMA_SHAPE = LLAMA | {"num_key_value_heads": 3, "num_hidden_layers": 2, "hidden_size": 192}
 ON_GPU = {"quantization": "fp8", "device": "cuda"}
 
 
@@ -22,9 +23,12 @@ def folder(tmp_path: Path) -> Path:
     return tmp_path
 
 
-def args_for(folder: Path, config: dict[str, Any], ranks: int = 1, device: str = "cpu", kv_dtype: str = "auto", **model: Any) -> ServerArgs:
+def args_for(
+    folder: Path, config: dict[str, Any], ranks: int = 1, device: str = "cpu", kv_dtype: str = "auto", kv_bytes: int = 1 << 20, **model: Any
+) -> ServerArgs:
     (folder / "config.json").write_text(json.dumps(config))
-    tree = {"model": {"id": str(folder), **model}, "device": device, "tensor_parallel_size": ranks, "kv_cache": {"dtype": kv_dtype}}
+    kv_cache = {"dtype": kv_dtype, "cpu_bytes": kv_bytes}
+    tree = {"model": {"id": str(folder), **model}, "device": device, "tensor_parallel_size": ranks, "kv_cache": kv_cache}
     return ServerArgs.model_validate(tree)
 
 
@@ -47,6 +51,8 @@ def test_weights_in_eight_bits_are_served_as_their_quantization_says(folder: Pat
     [
         ({"architectures": ["LlamaForCausalLM"], "num_attention_heads": 6}, {"ranks": 7}, "7 is more than this model allows: it has 6"),
         ({"architectures": ["BloomForCausalLM"]}, {"ranks": 2}, "BloomForCausalLM is served through transformers, on one rank only"),
+        (LLAMA_SHAPE, {"kv_bytes": 12287}, "kv_cache.cpu_bytes: 12287 bytes are no room for 16 tokens, which take at least 12288"),
+        (LLAMA_SHAPE, {"kv_bytes": 4095, "ranks": 6}, "kv_cache.cpu_bytes: 4095 bytes are no room for 16 tokens, which take at least 4096"),
         ({"architectures": ["BertForMaskedLM"]}, {}, "no causal language model with a key-value cache"),
         ({"architectures": ["BloomForCausalLM"]}, {"implementation": "native"}, "native does not know BloomForCausalLM"),
         ({"architectures": ["LlamaForCausalLM"]}, {"quantization": "bitsandbytes-8bit"}, "needs a GPU"),

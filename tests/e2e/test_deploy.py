@@ -93,10 +93,17 @@ def test_a_good_config_is_served_and_a_bad_one_is_refused_by_field_while_the_old
     wait_for(lambda: cluster.status().get("status") == "RUNNING", "running")
     assert all(deployment["status"] == "HEALTHY" for deployment in cluster.printed_status()["deployments"].values())
     assert generates()
-    for mistake, field in (({"tensor_parallel_sise": 2}, "tensor_parallel_sise"), ({"tensor_parallel_size": 99}, "tensor_parallel_size")):
+    mistakes: dict[str, Any] = {
+        "tensor_parallel_sise": 2,
+        "tensor_parallel_size": 99,
+        "device": "cuda",
+        "kv_cache.cpu_bytes": {"cpu_bytes": "9000GiB"},
+    }
+    for field, value in mistakes.items():
+        mistake = {field.partition(".")[0]: value}
         deploy(**mistake)
         wait_for(lambda: cluster.status().get("status") == "DEPLOY_FAILED", "refused")
-        assert field in cluster.printed_status()["message"]
+        assert ("need 1 GPUs" if field == "device" else field) in cluster.printed_status()["message"]
         assert generates(), "the old version goes on serving"
     deploy(scheduler={"max_running": 7}, limits={"max_concurrent_requests": 7})
     wait_for(lambda: cluster.status().get("status") == "RUNNING", "running again")

@@ -202,6 +202,11 @@ def test_a_mistake_in_the_file_is_refused_by_the_name_of_its_field(config: Path)
     assert "args.kv_cache.cpu_byte: Extra inputs are not permitted" in refusal("--config", str(config))
 
 
+def test_where_ray_can_write_nothing_one_line_says_so(config: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("RAY_TMPDIR", "/proc/nowhere")
+    assert "Ray can't start: " in refusal("--config", str(config))
+
+
 def test_a_port_out_of_range_is_refused_by_the_command_line() -> None:
     result = subprocess.run(
         [sys.executable, "-m", "loray.deployments.cli", "serve", "--port", "99999"], capture_output=True, text=True, check=False

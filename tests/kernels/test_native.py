@@ -9,7 +9,6 @@ import torch
 from loray.kernels import native
 from loray.kernels.attention import Scoring
 from loray.kernels.lora import LoraPages, add_lora
-from loray.kernels.native_library import compiled
 from loray.kernels.paged_attention import paged_attention
 from loray.kernels.paged_kv import PagedKV
 from loray.models.lora_groups import lora_segments
@@ -79,12 +78,3 @@ def test_without_a_compiler_the_twins_do_the_work_and_the_log_says_so(
             native.prepare(tmp_path)
         assert not native.serves(torch.device("cpu"), torch.float32) and reason in caplog.messages[-1]
     assert not list(tmp_path.iterdir())
-
-
-@pytest.mark.slow
-@BACKEND
-def test_it_is_compiled_once(backend: str, tmp_path: Path) -> None:
-    first = compiled(tmp_path)
-    made = first.stat().st_mtime_ns
-    assert compiled(tmp_path) == first and first.stat().st_mtime_ns == made
-    assert list(tmp_path.iterdir()) == [first]
