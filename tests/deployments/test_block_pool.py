@@ -24,6 +24,16 @@ def test_a_cached_block_is_found_until_it_is_needed_for_something_else() -> None
     assert pool.take_cached([b"h"]) == []
 
 
+def test_empty_blocks_are_taken_before_cached_ones_that_came_back_earlier() -> None:
+    pool = BlockPool(4, 16)
+    cached, *empty = pool.allocate(4)
+    pool.publish(cached, b"h")
+    pool.release([cached])
+    pool.release(empty)
+    assert sorted(pool.allocate(3)) == empty
+    assert pool.take_cached([b"h"]) == [cached]
+
+
 def test_of_cached_blocks_the_least_recently_used_goes_first() -> None:
     pool = BlockPool(2, 16)
     a, b = pool.allocate(2)

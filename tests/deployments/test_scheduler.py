@@ -124,6 +124,16 @@ def test_the_oldest_is_never_preempted() -> None:
         assert first.slot is not None or first.is_finished
 
 
+def test_a_row_that_gives_way_to_one_planned_after_it_is_not_charged() -> None:
+    server = Server(num_blocks=6)
+    old, young, other = server.add([1] * 2, 40), server.add([2] * 6, 40), server.add([3] * 2, 40, adapter="b")
+    while not server.scheduler.num_preemptions:
+        before = server.scheduler.waiting.served(old)
+        plan = server.plan()
+    assert plan and list(plan.rows) == [old, other] and young.slot is None
+    assert server.scheduler.waiting.served(old) - before == 1
+
+
 def test_an_aborted_sequence_gives_everything_back_in_any_state() -> None:
     server = Server(num_blocks=8, max_running=2)
     sequences = [server.add([i] * 6, 16, adapter=f"a{i % 2}") for i in range(5)]

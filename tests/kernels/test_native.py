@@ -1,6 +1,7 @@
 """What native.c does for a CPU, against its definition in float64 or its twin. Norms, gates and positions are tested beside their twins."""
 
 import logging
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -12,7 +13,7 @@ from loray.kernels.lora import LoraPages, add_lora
 from loray.kernels.paged_attention import paged_attention
 from loray.kernels.paged_kv import PagedKV
 from loray.models.lora_groups import lora_segments
-from tests.kernels.test_lora import MIXES
+from tests.kernels.test_lora import MIXES, Rows
 from tests.kernels.test_lora_segments import LONG, NUM_RANKS, expected_of
 from tests.kernels.triton_marks import framed, is_whole
 
@@ -33,6 +34,31 @@ def test_each_token_gets_the_product_of_its_own_ranks(backend: str, mix: str, in
         add_lora(y, x, pages, lora_segments([runs for _, runs in rows], [count for count, _ in rows], torch.from_numpy))
     torch.testing.assert_close(y.double(), expected, atol=1e-5 * float(expected.abs().max()), rtol=0)
     assert is_whole(frame)
+
+
+@pytest.fixture
+def two_threads() -> Iterator[None]:
+    """Of OpenMP, however many `make check` allows."""
+    num_threads = torch.get_num_threads()
+    torch.set_num_threads(2)
+    yield
+    torch.set_num_threads(num_threads)
+
+
+@BACKEND
+def test_no_thread_reads_what_another_has_not_shrunk_yet(backend: str, two_threads: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    """One of them has all the long block to shrink: it takes longer than the system takes to start the other, even on the same core."""
+    monkeypatch.setattr(native, "_empty", lambda *shape: torch.full(shape, float("nan")))  # else the last call's numbers may be there
+    rows: Rows = [(1, ((0, 8),)), (64, ((8, 24),))]
+    inputs, columns = 16384, 1200
+    x = torch.randn(65, inputs)
+    pages = LoraPages(torch.randn(1, NUM_RANKS, inputs), torch.randn(NUM_RANKS, columns), [columns])
+    segments = lora_segments([runs for _, runs in rows], [count for count, _ in rows], torch.from_numpy)
+    expected = expected_of(torch.zeros(65, columns), x, pages, rows)
+    for _ in range(5):
+        y = torch.zeros(65, columns)
+        add_lora(y, x, pages, segments)
+        torch.testing.assert_close(y.double(), expected, atol=1e-5 * float(expected.abs().max()), rtol=0)
 
 
 @BACKEND

@@ -7,7 +7,6 @@ import pytest
 import torch
 
 from loray.models.parallel import Parallel
-from loray.models.shards import cut, cut_heads
 from tests.models.conductor import Output
 from tests.models.group_of_one import group_of_one
 from tests.models.rank_jobs import PAGES, Answers, Case, do_everything, play, sum_or_fail
@@ -83,31 +82,3 @@ def test_ranks_in_threads_that_do_not_meet_are_told_apart() -> None:
         group.run(lambda parallel: parallel.rank == 1 or parallel.all_reduce(torch.ones(2)))
     with pytest.raises(RankError, match="rank 2: (.|\n)*equal size"):
         group.run(lambda parallel: parallel.all_reduce(torch.ones(2 + parallel.rank)))
-
-
-@pytest.mark.parametrize("total", [1, 7, 8, 49152, 101])
-@pytest.mark.parametrize("world_size", [1, 2, 3, 8])
-def test_cuts_cover_everything_once(total: int, world_size: int) -> None:
-    parts = [cut(total, rank, world_size) for rank in range(world_size)]
-    assert [i for part in parts for i in range(part.start, part.slice.stop)] == list(range(total))
-    assert max(part.size for part in parts) - min(part.size for part in parts) <= 1
-
-
-@pytest.mark.parametrize(("num_heads", "num_kv_heads"), [(9, 3), (6, 2), (8, 8), (5, 1), (12, 4)])
-def test_head_cuts_cover_every_head_once_and_keep_it_with_its_key_head(num_heads: int, num_kv_heads: int) -> None:
-    group_size = num_heads // num_kv_heads
-    for world_size in range(1, num_heads + 1):
-        heads: list[int] = []
-        for rank in range(world_size):
-            shard = cut_heads(num_heads, num_kv_heads, rank, world_size)
-            assert shard.query.size > 0 and shard.query.size % shard.kv.size == 0
-            for i in range(shard.query.size):
-                kv_head = shard.kv.start + i // (shard.query.size // shard.kv.size)
-                assert (shard.query.start + i) // group_size == kv_head
-            heads += range(shard.query.start, shard.query.slice.stop)
-        assert heads == list(range(num_heads))
-
-
-def test_smollm2_on_two_ranks_is_cut_by_whole_groups() -> None:
-    shards = [cut_heads(9, 3, rank, 2) for rank in range(2)]
-    assert [(shard.query.size, shard.kv.size) for shard in shards] == [(6, 2), (3, 1)]
