@@ -47,9 +47,13 @@ class ChatTemplates:
             return await self._tokenizer.render_chat(messages, tools, template)
         return await self._strangers.render(template, messages, tools)
 
-    async def version(self, adapter: AdapterRef | None) -> str:
-        """Of the adapter whose template writes prompts now, "" for the base model. Raises the adapter's errors."""
-        return (await self._of(adapter)).version if adapter else ""
+    async def version(self, adapter: AdapterRef | None, is_fresh: bool) -> str:
+        """Of the adapter whose template writes prompts now; "" for the base model, and for one that brings none and was asked just now:
+        any version of it will do. Raises the adapter's errors."""
+        if adapter is None:
+            return ""
+        template = await self._of(adapter)
+        return template.version if template.text or not is_fresh else ""
 
     def forget(self, adapter: AdapterRef | None) -> None:
         """It was replaced."""

@@ -132,7 +132,7 @@ class DiskCache:
     def grow(self, staged: Path, num_bytes: int) -> Path:
         """Makes room for so many bytes in the staged folder, which has another name then."""
         with self.only_one(ROOM):  # held while files are counted and deleted, never while any are read from afar
-            self._make_room(num_bytes)
+            self._make_room(num_bytes, spared=staged.stem)
             return staged.rename(staged.with_suffix(f".{num_bytes}"))
 
     def publish(self, key: str, staged: Path, entry: Entry) -> Path:
@@ -183,9 +183,10 @@ class DiskCache:
         for folder in self._partial.glob(f"{key}.*"):
             shutil.rmtree(folder, ignore_errors=True)
 
-    def _make_room(self, num_bytes: int) -> None:
+    def _make_room(self, num_bytes: int, spared: str) -> None:
+        """spared: a key whose versions go last: where the new one does not come, they are served on."""
         keys = [folder for folder in self._folder.iterdir() if folder != self._partial]
-        held = sorted((one for key in keys for one in self._held(key)), key=lambda one: one.last_used)
+        held = sorted((one for key in keys for one in self._held(key)), key=lambda one: (one.path.parent.name == spared, one.last_used))
         coming = sum(int(folder.name.rpartition(".")[2]) for folder in self._partial.glob("*.*"))
         excess = sum(one.num_bytes for one in held) + coming + num_bytes - self._max_bytes
         if excess <= 0:

@@ -37,6 +37,7 @@ from loray.deployments.tokenizer import OFF_LOOP_MESSAGES
 CHAT_NAMES = FieldNames(prompt="messages", max_new_tokens="max_tokens")
 OFF_LOOP_FLOATS = 16_384  # about 1 ms of writing
 MAX_AT_ONCE = 64  # inputs or sequences of one request: it must not fill the driver's queue alone
+MAX_REWRITES = 4  # of a chat's prompt: with two versions on two replicas each is right with one in two
 HUB_TOKEN = "hf_"  # how tokens begin; other values of the header are other services' keys, or nothing, and go nowhere
 
 Vectors = AsyncGenerator[tuple[int, list[float]], None]
@@ -70,14 +71,15 @@ class OpenAIApi:
         self._fingerprint = f"fp_{hashlib.blake2b(served.encode(), digest_size=5).hexdigest()}"
 
     async def chat(self, body: ChatBody, token: str) -> Response:
-        """An adapter that was replaced since its template was read has the prompt written anew."""
-        try:
-            return await self.answer(await self.chat_call(body, token))
-        except TemplateOutdated:
-            self._templates.forget(body.adapter(self._service.model_id, token))
-        return await self.answer(await self.chat_call(body, token))
+        """An adapter that was replaced since its template was read has the prompt written anew; often, where replicas hold two versions."""
+        for number in range(MAX_REWRITES):
+            try:
+                return await self.answer(await self.chat_call(body, token, is_rewritten=number > 0))
+            except TemplateOutdated:
+                self._templates.forget(body.adapter(self._service.model_id, token))
+        return await self.answer(await self.chat_call(body, token, is_rewritten=True))
 
-    async def chat_call(self, body: ChatBody, token: str) -> Call:
+    async def chat_call(self, body: ChatBody, token: str, is_rewritten: bool = False) -> Call:
         received = time.monotonic()
         self._check_choices(body)
         plan = answer_plan(body)
@@ -90,7 +92,7 @@ class OpenAIApi:
             lambda: [message.for_template() for message in body.messages],
         )
         async with self._service.in_time(received):
-            version = await self._templates.version(adapter)
+            version = await self._templates.version(adapter, is_rewritten)
             prompt = await self._templates.prompt(messages, plan.tools, adapter)
             check_text(self._service, prompt, CHAT_NAMES.prompt)
             token_ids = await self._service.tokenizer.encode_rendered(prompt)

@@ -18,7 +18,7 @@ from loray.deployments.chat_template import ChatTemplates, configured_template
 from loray.deployments.config import AdapterArgs
 from loray.deployments.driver import check_version
 from loray.deployments.driver_client import DriverClient
-from loray.deployments.errors import AdapterFailed, AdapterNotFound, LorayError, TemplateError
+from loray.deployments.errors import AdapterFailed, AdapterNotFound, LorayError, TemplateError, TemplateOutdated
 from loray.deployments.openai import OpenAIApi
 from loray.deployments.openai_request import ChatBody
 from loray.deployments.request import AdapterRef, AdapterTemplate, GenerationRequest
@@ -111,6 +111,21 @@ def test_a_prompt_is_written_anew_when_its_adapter_was_replaced_since(stream: bo
         assert response.status_code == 200 and "error" not in response.text
         assert len(backend.requests) == num_requests
         assert HF.decode(backend.requests[-1].prompt_ids) == f"{wanted} [user]hello"
+
+
+@pytest.mark.parametrize(("template", "num_requests"), [("", 2), (ROLES, 4)])
+def test_replicas_with_two_versions_of_an_adapter_answer(template: str, num_requests: int) -> None:
+    """Its template is asked of one that has the older, and the request goes to the other: where it brings none, that does not matter."""
+
+    class Other(ScriptedBackend):
+        def script_of(self, request: GenerationRequest) -> Sequence[list[int] | Exception]:
+            is_same = len(self.requests) == num_requests or request.template_version == ""
+            return self.script if is_same else [TemplateOutdated("replaced")]
+
+    backend = Other([[2]])
+    backend.templates["pirate"], backend.versions["pirate"] = template, "1"
+    assert answer(backend, {}, model="pirate").status_code == 200
+    assert len(backend.requests) == num_requests
 
 
 def test_an_adapter_that_is_replaced_again_and_again_is_told() -> None:

@@ -48,6 +48,17 @@ def test_the_least_recently_used_is_evicted_first_and_what_is_in_use_never(tmp_p
     assert cache.entry("hub-2") is None and cache.entry("hub-1") is not None
 
 
+def test_the_version_that_a_download_is_to_replace_goes_last(tmp_path: Path) -> None:
+    """Where the new one does not come, it is served on."""
+    size = folder_bytes(tmp_path)
+    cache = DiskCache(tmp_path / "cache", 2 * size)
+    oldest, other = keep(cache, KEY, size, last_used=1000.0), keep(cache, "hub-1", size, seed=1, last_used=2000.0)
+    with cache.only_one(KEY), cache.staging(KEY, size):
+        assert oldest.exists() and not other.exists()
+    with cache.only_one(KEY), cache.staging(KEY, 2 * size):
+        assert not oldest.exists(), "there is no other room"
+
+
 def test_when_all_is_in_use_nothing_is_evicted_and_the_newcomer_is_refused(tmp_path: Path) -> None:
     size = folder_bytes(tmp_path)
     cache = DiskCache(tmp_path / "cache", 2 * size)
