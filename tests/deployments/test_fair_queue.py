@@ -213,6 +213,9 @@ def test_as_many_adapters_leave_the_pool_as_it_takes_and_only_those_that_are_ahe
         starved.adapter.num_pages = num_pages
         leaving = Leaving(15, [], running, queue)
         assert leaving.make_room(starved) and leaving.adapters == {queue.adapters[name] for name in names}
+    queue.adapters["a"].num_pages = 4
+    leaving = Leaving(15, [], running, queue)
+    assert leaving.make_room(starved) and leaving.adapters == {queue.adapters["a"]}, "its four pages are enough"
     starved.adapter.num_pages = 1
     leaving = Leaving(15, [queue.adapters["c"]], running, queue)
     assert leaving.make_room(starved) and leaving.adapters == {queue.adapters["c"]}, "it is on its way out already"
