@@ -30,7 +30,7 @@ def check_nodes(args: ServerArgs, nodes: list[Resources]) -> None:
     if cpus > all_cpus:
         raise ValueError(f"tensor_parallel_size: {ranks} rank(s) and their ingress need {cpus:g} CPUs, and the cluster has {all_cpus:g}")
     memory = ByteSize(max((node.get("memory", 0.0) for node in nodes), default=0.0))
-    if device == "cpu" and ranks * args.kv_cache.cpu_bytes > memory:
+    if device == "cpu" and 0 < memory < ranks * args.kv_cache.cpu_bytes:
         wanted = args.kv_cache.cpu_bytes.human_readable()
         raise ValueError(
             f"kv_cache.cpu_bytes: {ranks} rank(s) take {wanted} each, and no node has more than {memory.human_readable()} of memory"
