@@ -54,6 +54,11 @@ class AdapterTable:
     def num_used_pages(self) -> int:
         return self.num_pages - len(self._free_pages)
 
+    @property
+    def num_available_pages(self) -> int:
+        """Free, or of adapters that nobody uses."""
+        return len(self._free_pages) + self._num_idle_pages
+
     def acquire(self, adapter: Adapter) -> Adapter:
         """Count one more user; the answer is the table's own object for that version."""
         adapter = self.known(adapter)
@@ -102,7 +107,7 @@ class AdapterTable:
         return adapter.num_pages <= self.num_pages - (0 if adapter.is_pinned else self.num_pinned_pages)
 
     def can_place(self, adapter: Adapter) -> bool:
-        return adapter.num_pages <= len(self._free_pages) + self._num_idle_pages
+        return adapter.num_pages <= self.num_available_pages
 
     def place(self, adapter: Adapter) -> AdapterLoad:
         """Give an adapter that is not in the pool its pages; the ranks must then load it."""

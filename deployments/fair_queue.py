@@ -7,7 +7,7 @@ it takes to load; and no lower than it was, so that who asks for one answer afte
 requests was served is forgotten when all others have caught up.
 """
 
-from collections import OrderedDict
+from collections import Counter, OrderedDict
 from collections.abc import Iterator, Mapping
 from heapq import heapify, heappop, heappush
 from itertools import islice
@@ -221,6 +221,11 @@ class FairQueue:
     def skip_outside(self) -> None:
         """Show no more of those whose adapter is outside the pool, in this iteration."""
         self._is_outside_shown = False
+
+    def idle_held(self) -> list[Adapter]:
+        """Adapters in the pool all of whose sequences wait for their grammars."""
+        held = Counter(sequence.adapter for sequence in self._held)
+        return [adapter for adapter, count in held.items() if adapter and adapter.page_ids and count == adapter.references]
 
     def placed(self, sequence: Sequence) -> None:
         """Its adapter is in the pool now, so its line is among those inside, whoever else is looked at."""

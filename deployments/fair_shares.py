@@ -9,6 +9,8 @@ Turns alone (fair_queue.py) are not fair while a flood of long sequences holds a
 - Rank pages, to the adapters that find none: from those ahead of them by more than a full step's tokens, the most served first, each
   for one of those that wait. Nothing more of theirs is admitted, and they leave the pool when their last sequence stops running;
   nothing is computed twice. They leave at the same time: one after another, the last in a long line would wait for all of them.
+  Answers may be long, so two kinds stop at once and are recomputed later: who has most of the pool, and those for whose pages one
+  waits that has at least as many already, which stand empty meanwhile.
 An adapter's youngest sequence goes first, since it loses least. The oldest of all never gives way: it gets to its end, and then
 another is the oldest, so every sequence ends.
 """
@@ -16,7 +18,7 @@ another is the oldest, so every sequence ends.
 from collections import defaultdict
 from collections.abc import Callable, Collection, Iterable, Mapping
 
-from loray.deployments.adapters import Adapter
+from loray.deployments.adapters import Adapter, AdapterTable
 from loray.deployments.fair_queue import FairQueue, account_name
 from loray.deployments.sequence import Sequence
 
@@ -58,9 +60,14 @@ def may_pass(sequence: Sequence, num_wanted: int, blocked: Sequence, running: It
 class Leaving:
     """The adapters that make room in the pool for others."""
 
-    def __init__(self, lead: float, were_leaving: Collection[Adapter], running: Iterable[Sequence], queue: FairQueue) -> None:
+    def __init__(
+        self, lead: float, table: AdapterTable, were_leaving: Collection[Adapter], running: Iterable[Sequence], queue: FairQueue
+    ) -> None:
         self.adapters: set[Adapter] = set()
+        self.hurried: set[Adapter] = set()  # those of them that do so at once
         self._lead = lead
+        self._table = table
+        self._num_kept = table.num_available_pages  # too few for the first of those that wait, and kept for it alone
         self._queue = queue
         self._served = {s.adapter: queue.served(s) for s in running if s.adapter and not s.adapter.is_pinned}
         # The next is the last: who is on the way out already, then who was served most.
@@ -69,14 +76,18 @@ class Leaving:
     def make_room(self, starved: Sequence) -> bool:
         """For one more waiting sequence's adapter: of those more than `lead` ahead of it, as many as it takes. Whether there was one."""
         assert starved.adapter, "the base model needs no pages"
-        num_wanted = starved.adapter.num_pages
+        num_kept, self._num_kept = self._num_kept, 0
+        num_missing = starved.adapter.num_pages - num_kept
+        leaving: list[Adapter] = []
         ahead = [adapter for adapter in self._others if self._served[adapter] > self._queue.served(starved) + self._lead]
-        while ahead and num_wanted > 0:
-            adapter = ahead.pop()
-            self._others.remove(adapter)
-            self.adapters.add(adapter)
-            num_wanted -= adapter.num_pages
-        return num_wanted < starved.adapter.num_pages
+        while ahead and num_missing > sum(adapter.num_pages for adapter in leaving):
+            leaving.append(ahead.pop())
+            self._others.remove(leaving[-1])
+        is_half_there = num_missing <= min(num_kept, sum(adapter.num_pages for adapter in leaving))
+        large = (adapter for adapter in leaving if is_half_there or 2 * adapter.num_pages > self._table.num_pages)
+        self.hurried.update(adapter for adapter in large if self._table.could_place(adapter))  # it comes back in spite of all pins
+        self.adapters.update(leaving)
+        return bool(leaving)
 
 
 def _shares(running: Iterable[Sequence], held: Held, queue: FairQueue) -> dict[str, float]:

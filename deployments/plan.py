@@ -27,6 +27,23 @@ class Plan:
         """The sequences that get their embedding, in the order of the step's rows."""
         return [sequence for sequence, row in self.rows.items() if row.samples and sequence.request.pooling]
 
+    def admit(self, sequence: Sequence) -> None:
+        """It has its slot and the blocks that need not be computed."""
+        assert sequence.slot is not None
+        self.admissions.append(
+            Admission(
+                slot=sequence.slot,
+                token_ids=list(sequence.token_ids),
+                block_ids=sequence.block_ids[:],
+                num_computed=sequence.num_computed,
+                page_ids=sequence.adapter.page_ids if sequence.adapter else [],
+                sampling=sequence.request.sampling,
+                pooling=sequence.request.pooling,
+                num_output=sequence.num_output,
+                wants_prompt_logprobs=sequence.wants_prompt_logprobs,
+            )
+        )
+
     def add(self, sequence: Sequence, row: Row) -> None:
         """The sequence's next tokens, which count as computed already."""
         self.rows[sequence] = row

@@ -16,8 +16,9 @@ from loray.deployments.block_pool import BlockPool
 from loray.deployments.fair_queue import FairQueue
 from loray.deployments.fair_shares import Held, Leaving, may_pass, num_blocks, num_slots, victim_of_arrival, victim_of_growth
 from loray.deployments.plan import Plan
+from loray.deployments.prefixes import Prefixes
 from loray.deployments.sequence import Sequence
-from loray.models.step import Admission, CapturedSteps, Row
+from loray.models.step import CapturedSteps, Row
 
 
 class Scheduler:
@@ -32,6 +33,7 @@ class Scheduler:
     ) -> None:
         self.blocks = blocks
         self.adapters = adapters
+        self._prefixes = Prefixes(blocks)
         self.waiting = FairQueue(weights or {})
         self.running: list[Sequence] = []  # in the order of their admission
         self.num_preemptions = 0
@@ -42,6 +44,7 @@ class Scheduler:
         # A step has a token for each that runs, else a flood of decodes would leave nothing for prompts.
         self._free_slots = list(range(min(max_running, max_batch_tokens) - 1, -1, -1))
         self._leaving: set[Adapter] = set()  # the pool, for one that finds no pages
+        self._hurried: set[Adapter] = set()  # those of them that do so at once
         self._preempted: set[Sequence] = set()  # those that wait to go on
         self.has_displaced = False  # an adapter left the pool while requests of it wait; what is pinned may keep it from coming back
 
@@ -66,6 +69,7 @@ class Scheduler:
         """The next step, or None when nothing can run."""
         self.waiting.wake_loaded()
         self._make_room()
+        self._hurry()
         plan = Plan()
         for sequence in [s for s in self.running if s.num_to_compute == 1]:
             self._grow(plan, sequence)
@@ -86,7 +90,7 @@ class Scheduler:
                 sequence.finish_reason = "embedding"
         for sequence in plan.rows:
             if sequence.slot is not None:
-                self._publish(sequence)
+                self._prefixes.publish(sequence)
         alive = [sequence for sequence in sampled + pooled if not sequence.is_finished]
         for sequence in alive:
             if sequence.finish_reason:
@@ -108,7 +112,7 @@ class Scheduler:
                 self._grow(plan, prefills.pop())
             elif self._fits(head, prefills, kept) and self._may_pass(head, blocked):
                 if self._load_ahead(plan, head):
-                    kept.append(self._num_wanted(head))
+                    kept.append(self._prefixes.num_wanted(head))
                 elif self._outgrows(plan, head):
                     return
                 else:
@@ -121,7 +125,7 @@ class Scheduler:
         """Whether its prompt had better wait for the next step: with it, this one would take several times as long."""
         if self._captured is None or sequence.request.pooling or sequence.wants_prompt_logprobs:  # these are never replayed
             return False
-        start = sequence.num_computed if sequence.slot is not None else self._num_cached(sequence)
+        start = sequence.num_computed if sequence.slot is not None else self._prefixes.num_cached(sequence)
         return plan.outgrows(self._captured, start, min(sequence.num_tokens, start + self._max_batch_tokens - plan.num_tokens))
 
     def _load_ahead(self, plan: Plan, sequence: Sequence) -> bool:
@@ -153,7 +157,7 @@ class Scheduler:
         for head in self._admissible():
             if num_tokens >= self._max_batch_tokens or not self._may_pass(head, blocked):
                 return
-            num_wanted = self._num_wanted(head)
+            num_wanted = self._prefixes.num_wanted(head)
             is_fit = True
             while is_fit and len(self._free_slots) <= num_new:
                 is_fit = self._take_over(head, 1, num_slots)
@@ -172,13 +176,13 @@ class Scheduler:
         return victim is not None
 
     def _may_pass(self, head: Sequence, blocked: Sequence | None) -> bool:
-        return blocked is None or may_pass(head, self._num_wanted(head), blocked, self.running, self.waiting)
+        return blocked is None or may_pass(head, self._prefixes.num_wanted(head), blocked, self.running, self.waiting)
 
     def _admissible(self) -> Iterator[Sequence]:
         """Waiting sequences that could start, least served first. When an adapter outside the pool finds no pages, those that come free
         are kept for it; those behind it are looked at as long as others make room for them."""
         leaving: Leaving | None = None  # once one finds no pages
-        were_leaving, self._leaving = self._leaving, set()
+        were_leaving, self._leaving, self._hurried = self._leaving, set(), set()
         for sequence in self.waiting:
             adapter = sequence.adapter
             if sequence.num_unknown:  # it was preempted and its last token is still on its way
@@ -186,13 +190,31 @@ class Scheduler:
             if adapter is None or adapter.page_ids:
                 if adapter not in self._leaving or sequence in self._bound_to(adapter):
                     yield sequence
-            elif not leaving and self.adapters.can_place(adapter):
+            elif not leaving and (self.adapters.can_place(adapter) or self._displace_idle(adapter)):
                 yield sequence
             elif self.adapters.could_place(adapter):
-                leaving = leaving or Leaving(self._max_batch_tokens, were_leaving, self.running, self.waiting)
-                self._leaving = leaving.adapters
+                leaving = leaving or Leaving(self._max_batch_tokens, self.adapters, were_leaving, self.running, self.waiting)
+                self._leaving, self._hurried = leaving.adapters, leaving.hurried
                 if not leaving.make_room(sequence):
                     self.waiting.skip_outside()
+
+    def _displace_idle(self, adapter: Adapter) -> bool:
+        """Whether there are pages for it once those leave of which nothing can start yet."""
+        for other in self.waiting.idle_held():
+            if not other.is_pinned and self.adapters.could_place(other) and not self.adapters.can_place(adapter):
+                self._displace(other)
+        return self.adapters.can_place(adapter)
+
+    def _displace(self, adapter: Adapter) -> None:
+        self.adapters.discard(adapter)
+        self.has_displaced = True
+
+    def _hurry(self) -> None:
+        """Sequences for whom others wait too long give way, once they have got further and if they can go on later."""
+        for sequence in self.running[:]:
+            adapter = sequence.adapter
+            if adapter in self._hurried and adapter.is_ready and sequence.num_to_compute <= 1:
+                self._preempt(Plan(), sequence)
 
     def _prefills(self) -> list[Sequence]:
         return [sequence for sequence in self.running if sequence.num_to_compute > 1]
@@ -202,33 +224,13 @@ class Scheduler:
         rest = (self.blocks.num_needed(s.num_tokens) - len(s.block_ids) for s in prefills if s.slot is not None)
         return len(self.running) + sum(rest)
 
-    def _take_cached(self, sequence: Sequence) -> list[int]:
-        # At least one token is computed, to sample from; all of them for an embedding, and for the log-probabilities of a prompt.
-        takes_all = sequence.request.pooling or sequence.wants_prompt_logprobs
-        num_reusable = 0 if takes_all else (len(sequence.token_ids) - 1) // self.blocks.block_size
-        return self.blocks.take_cached(sequence.hash_full_blocks(self.blocks.block_size)[:num_reusable])
-
-    def _num_cached(self, sequence: Sequence) -> int:
-        """Tokens that need not be computed."""
-        cached = self._take_cached(sequence)
-        self.blocks.release(cached)
-        return len(cached) * self.blocks.block_size
-
-    def _num_wanted(self, sequence: Sequence) -> int:
-        """Free blocks that its whole prompt would use up."""
-        num_free = self.blocks.num_free
-        cached = self._take_cached(sequence)
-        num_wanted = self.blocks.num_needed(sequence.num_tokens) - len(cached) + num_free - self.blocks.num_free
-        self.blocks.release(cached)
-        return num_wanted
-
     def _fits(self, sequence: Sequence, prefills: Iterable[Sequence], kept: list[int]) -> bool:
         """kept: blocks for each of those that have a place already."""
         num_taken = sum(kept) + self._num_reserved(prefills)
-        return len(self._free_slots) > len(kept) and self._num_wanted(sequence) + num_taken <= self.blocks.num_free
+        return len(self._free_slots) > len(kept) and self._prefixes.num_wanted(sequence) + num_taken <= self.blocks.num_free
 
     def _admit(self, plan: Plan, sequence: Sequence) -> None:
-        cached = self._take_cached(sequence)
+        cached = self._prefixes.take(sequence)
         sequence.block_ids = cached
         sequence.num_published = len(cached)
         sequence.num_computed = len(cached) * self.blocks.block_size
@@ -239,19 +241,7 @@ class Scheduler:
         sequence.queue_s = sequence.queue_s or time.monotonic() - sequence.accepted_at
         sequence.slot = self._free_slots.pop()
         self.running.append(sequence)
-        plan.admissions.append(
-            Admission(
-                slot=sequence.slot,
-                token_ids=list(sequence.token_ids),
-                block_ids=cached[:],
-                num_computed=sequence.num_computed,
-                page_ids=sequence.adapter.page_ids if sequence.adapter else [],
-                sampling=sequence.request.sampling,
-                pooling=sequence.request.pooling,
-                num_output=sequence.num_output,
-                wants_prompt_logprobs=sequence.wants_prompt_logprobs,
-            )
-        )
+        plan.admit(sequence)
         count = min(sequence.num_to_compute, self._max_batch_tokens - plan.num_tokens)
         new = self.blocks.num_needed(sequence.num_computed + count) - len(cached)
         self._plan_row(plan, sequence, count, self.blocks.allocate(new))
@@ -284,17 +274,8 @@ class Scheduler:
         sequence.num_computed = sequence.num_published = 0
         adapter = sequence.adapter
         if adapter in self._leaving and all(other.adapter is not adapter for other in (*self.running, *self._bound_to(adapter))):
-            self.adapters.discard(adapter)
-            self.has_displaced = True
+            self._displace(adapter)
 
     def _bound_to(self, adapter: Adapter | None) -> Collection[Sequence]:
         """Those that can go on with its pages alone: it is not in host memory, and its files may be others by now."""
         return () if adapter is None or adapter.is_ready else [s for s in self._preempted if s.adapter is adapter]
-
-    def _publish(self, sequence: Sequence) -> None:
-        """Make its full blocks findable. Their content may still be on its way, but always ahead of any step that reads it."""
-        hashes = sequence.hash_full_blocks(self.blocks.block_size)
-        num_full = min(sequence.num_computed // self.blocks.block_size, len(hashes))
-        for i in range(sequence.num_published, num_full):
-            self.blocks.publish(sequence.block_ids[i], hashes[i])
-        sequence.num_published = max(sequence.num_published, num_full)

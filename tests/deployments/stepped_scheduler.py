@@ -40,7 +40,15 @@ class Server:
         self.served: Counter[str] = Counter()  # adapter id -> tokens computed
         self.arrivals = 0
 
-    def add(self, prompt: list[int], max_new_tokens: int, adapter: str = "", num_pages: int = 1, pooling: Pooling = "") -> Sequence:
+    def add(
+        self,
+        prompt: list[int],
+        max_new_tokens: int,
+        adapter: str = "",
+        num_pages: int = 1,
+        pooling: Pooling = "",
+        waits_for_grammar: bool = False,
+    ) -> Sequence:
         request = GenerationRequest(
             request_id=str(self.arrivals),
             prompt_ids=prompt,
@@ -49,7 +57,7 @@ class Server:
             adapter=AdapterRef(adapter_id=adapter) if adapter else None,
             pooling=pooling,
         )
-        return self._add(request, Adapter(adapter, adapter, adapter, num_pages) if adapter else None)
+        return self._add(request, Adapter(adapter, adapter, adapter, num_pages) if adapter else None, waits_for_grammar)
 
     def add_version(self, adapter_id: str, version: str, prompt: list[int], max_new_tokens: int) -> Sequence:
         """A request of one version of an adapter, whose files are named like the version."""
@@ -59,8 +67,9 @@ class Server:
         )
         return self._add(request, Adapter(adapter_id, version, version, 1))
 
-    def _add(self, request: GenerationRequest, adapter: Adapter | None) -> Sequence:
+    def _add(self, request: GenerationRequest, adapter: Adapter | None, waits_for_grammar: bool = False) -> Sequence:
         sequence = Sequence(request, adapter, NOBODY, self.arrivals)
+        sequence.waits_for_grammar = waits_for_grammar
         self.arrivals += 1
         self.scheduler.add(sequence)
         return sequence

@@ -4,51 +4,13 @@ from itertools import islice
 
 import pytest
 
-from loray.cluster.channel import Address
 from loray.deployments import fair_queue
 from loray.deployments.adapters import Adapter
-from loray.deployments.fair_queue import FairQueue
-from loray.deployments.fair_shares import Leaving, num_slots, victim_of_arrival
-from loray.deployments.request import GenerationRequest
-from loray.deployments.sequence import Sequence
-from loray.models.step import Sampling
-
-NOBODY = Address("", b"")
-
-
-class Queue(FairQueue):
-    """With sequences that are told apart by name, and adapters that are in the pool unless said otherwise."""
-
-    def __init__(self, **weights: float) -> None:
-        super().__init__(weights)
-        self.adapters: dict[str, Adapter] = {}
-        self.num_arrived = 0
-
-    def adapter(self, version: str, page_ids: list[int] | None = None, is_ready: bool = True) -> Adapter:
-        """`a.2` is another version of `a`."""
-        page_ids = [0] if page_ids is None else page_ids
-        made = Adapter(version.split(".")[0], version, version, 1, page_ids=page_ids, is_ready=is_ready)
-        return self.adapters.setdefault(version, made)
-
-    def arrive(self, name: str, version: str = "") -> Sequence:
-        request = GenerationRequest(request_id=name, prompt_ids=[1], max_new_tokens=1, sampling=Sampling())
-        sequence = Sequence(request, self.adapter(version) if version else None, NOBODY, self.num_arrived)
-        self.num_arrived += 1
-        self.add(sequence)
-        return sequence
-
-    def start(self, sequence: Sequence, num_tokens: int = 0) -> Sequence:
-        self.take(sequence)
-        sequence.slot = 0
-        self.charge(sequence, num_tokens)
-        return sequence
-
-    def names(self) -> list[str]:
-        return [sequence.request.request_id for sequence in self]
+from tests.deployments.named_queue import NamedQueue
 
 
 def test_the_adapter_served_least_goes_first_and_the_base_model_is_one_of_them() -> None:
-    queue = Queue()
+    queue = NamedQueue()
     first = [queue.arrive("b0", "b"), queue.arrive("a0", "a"), queue.arrive("base0")]
     for sequence, num_tokens in zip(first, (30, 20, 10), strict=True):
         queue.start(sequence, num_tokens)
@@ -58,7 +20,7 @@ def test_the_adapter_served_least_goes_first_and_the_base_model_is_one_of_them()
 
 
 def test_of_one_adapter_the_oldest_goes_first_and_one_that_ran_already_before_it() -> None:
-    queue = Queue()
+    queue = NamedQueue()
     first = queue.start(queue.arrive("first", "a"))
     queue.arrive("second", "a")
     assert queue.names() == ["second"]
@@ -68,7 +30,7 @@ def test_of_one_adapter_the_oldest_goes_first_and_one_that_ran_already_before_it
 
 
 def test_whoever_takes_one_is_shown_the_next_in_the_order_of_what_was_charged_meanwhile() -> None:
-    queue = Queue()
+    queue = NamedQueue()
     for i in range(3):
         queue.arrive(f"a{i}", "a")
         queue.arrive(f"b{i}", "b")
@@ -81,7 +43,7 @@ def test_whoever_takes_one_is_shown_the_next_in_the_order_of_what_was_charged_me
 
 
 def test_an_iteration_that_is_broken_off_loses_nobody() -> None:
-    queue = Queue()
+    queue = NamedQueue()
     for name in ("a", "b", "c"):
         queue.arrive(name, name)
     for count in (1, 2, 3, 0, 3):
@@ -90,7 +52,7 @@ def test_an_iteration_that_is_broken_off_loses_nobody() -> None:
 
 
 def test_a_weight_divides_what_is_charged() -> None:
-    queue = Queue(a=4.0)
+    queue = NamedQueue(a=4.0)
     for sequence in [queue.arrive("b", "b"), queue.arrive("a", "a")]:
         queue.start(sequence, 8)
     assert queue.served(queue.arrive("a1", "a")) == 2 and queue.served(queue.arrive("b1", "b")) == 8
@@ -98,7 +60,7 @@ def test_a_weight_divides_what_is_charged() -> None:
 
 
 def test_what_is_charged_can_be_taken_back() -> None:
-    queue = Queue()
+    queue = NamedQueue()
     a, b = queue.arrive("a", "a"), queue.arrive("b", "b")
     for sequence in (a, b):
         queue.start(sequence, 5)
@@ -111,7 +73,7 @@ def test_what_is_charged_can_be_taken_back() -> None:
 
 
 def test_an_adapter_that_comes_back_starts_with_the_least_served_that_runs() -> None:
-    queue = Queue()
+    queue = NamedQueue()
     gone = queue.start(queue.arrive("gone", "a"), 1)
     for name, num_tokens in (("b", 100), ("c", 70)):
         queue.start(queue.arrive(name, name), num_tokens)
@@ -120,7 +82,7 @@ def test_an_adapter_that_comes_back_starts_with_the_least_served_that_runs() -> 
 
 
 def test_one_that_waits_for_its_adapter_to_load_is_not_shown_and_then_has_no_credit() -> None:
-    queue = Queue()
+    queue = NamedQueue()
     slow = queue.adapter("slow", page_ids=[], is_ready=False)
     queue.arrive("slow", "slow")
     busy = queue.start(queue.arrive("busy", "b"), 100)
@@ -132,7 +94,7 @@ def test_one_that_waits_for_its_adapter_to_load_is_not_shown_and_then_has_no_cre
 
 
 def test_a_version_that_is_not_ready_holds_up_no_other_version() -> None:
-    queue = Queue()
+    queue = NamedQueue()
     queue.adapter("a.2", page_ids=[], is_ready=False)
     queue.arrive("new", "a.2")
     queue.arrive("old", "a.1")
@@ -140,7 +102,7 @@ def test_a_version_that_is_not_ready_holds_up_no_other_version() -> None:
 
 
 def test_those_outside_the_pool_can_be_skipped_until_the_next_iteration() -> None:
-    queue = Queue()
+    queue = NamedQueue()
     for name in ("x", "y"):
         queue.adapter(name, page_ids=[])
     for name in ("x", "y", "inside"):
@@ -156,7 +118,7 @@ def test_those_outside_the_pool_can_be_skipped_until_the_next_iteration() -> Non
 
 
 def test_adapters_that_enter_or_leave_the_pool_are_found_where_they_are() -> None:
-    queue = Queue()
+    queue = NamedQueue()
     starved, a, b = queue.adapter("starved", page_ids=[]), queue.adapter("a", page_ids=[]), queue.adapter("b")
     for name in ("a0", "a1", "b0"):
         queue.arrive(name, name[0])
@@ -178,7 +140,7 @@ def test_adapters_that_enter_or_leave_the_pool_are_found_where_they_are() -> Non
 
 
 def test_one_that_ends_while_its_adapter_loads_is_forgotten() -> None:
-    queue = Queue()
+    queue = NamedQueue()
     slow = queue.adapter("slow", page_ids=[], is_ready=False)
     sequence = queue.arrive("slow", "slow")
     assert queue.names() == [] and queue.next_adapters(4) == [slow]
@@ -188,53 +150,8 @@ def test_one_that_ends_while_its_adapter_loads_is_forgotten() -> None:
     assert queue.names() == [] and queue.next_adapters(4) == []
 
 
-def test_a_place_is_taken_from_the_adapter_that_holds_most_for_its_weight_unless_it_is_far_behind() -> None:
-    queue = Queue(heavy=8.0)
-    running = [queue.arrive(f"{name}{i}", name) for name in ("old", "heavy", "light") for i in range(4)]
-    taker = queue.arrive("taker", "taker")
-    for sequence in running:
-        queue.start(sequence)
-    queue.charge(running[4], 1000)  # of heavy
-    assert victim_of_arrival(taker, 1, num_slots, 0, running, queue) is running[-1], "the youngest of light"
-    queue.charge(taker, 10)
-    assert victim_of_arrival(taker, 1, num_slots, 9, running, queue) is None
-    assert victim_of_arrival(taker, 1, num_slots, 10, running, queue) is running[-1]
-    assert victim_of_arrival(taker, 3, num_slots, 10, running, queue) is None, "it would hold more than half as much"
-
-
-def test_as_many_adapters_leave_the_pool_as_it_takes_and_only_those_that_are_ahead() -> None:
-    queue = Queue()
-    running = [queue.arrive(name, name) for name in ("a", "b", "c", "d")]
-    starved = queue.arrive("starved", "starved")
-    for sequence, num_tokens in zip(running, (40, 30, 20, 10), strict=True):
-        queue.start(sequence, num_tokens)
-    assert starved.adapter
-    for num_pages, names in ((1, "a"), (2, "ab"), (4, "abc")):
-        starved.adapter.num_pages = num_pages
-        leaving = Leaving(15, [], running, queue)
-        assert leaving.make_room(starved) and leaving.adapters == {queue.adapters[name] for name in names}
-    queue.adapters["a"].num_pages = 4
-    leaving = Leaving(15, [], running, queue)
-    assert leaving.make_room(starved) and leaving.adapters == {queue.adapters["a"]}, "its four pages are enough"
-    starved.adapter.num_pages = 1
-    leaving = Leaving(15, [queue.adapters["c"]], running, queue)
-    assert leaving.make_room(starved) and leaving.adapters == {queue.adapters["c"]}, "it is on its way out already"
-
-
-def test_each_that_waits_for_pages_has_others_leave_until_none_is_ahead_of_it() -> None:
-    queue = Queue()
-    running = [queue.arrive(name, name) for name in ("a", "b", "c", "d")]
-    first, second, third, last = (queue.arrive(name, name) for name in ("first", "second", "third", "last"))
-    for sequence, num_tokens in zip(running, (40, 30, 20, 10), strict=True):
-        queue.start(sequence, num_tokens)
-    queue.charge(third, 10)
-    leaving = Leaving(15, [], running, queue)
-    assert [leaving.make_room(sequence) for sequence in (first, second, third, last)] == [True, True, False, True]
-    assert leaving.adapters == {queue.adapters[name] for name in "abc"}, "c is less than a lead ahead of the third"
-
-
 def test_waiting_sequences_are_counted_in_all_and_by_adapter() -> None:
-    queue = Queue()
+    queue = NamedQueue()
     a0, a1, base = queue.arrive("a0", "a"), queue.arrive("a1", "a.2"), queue.arrive("base")
     assert (len(queue), queue.num_waiting_of("a"), queue.num_waiting_of(""), queue.num_waiting_of("other")) == (3, 2, 1, 0)
     queue.start(a0)
@@ -246,7 +163,7 @@ def test_waiting_sequences_are_counted_in_all_and_by_adapter() -> None:
 
 
 def test_adapters_without_requests_are_forgotten() -> None:
-    queue = Queue()
+    queue = NamedQueue()
     queue.start(queue.arrive("running", "r"))
     queue.arrive("waiting", "r")
     adapters: weakref.WeakSet[Adapter] = weakref.WeakSet()
@@ -260,7 +177,7 @@ def test_adapters_without_requests_are_forgotten() -> None:
 
 
 def test_who_asks_for_one_answer_after_another_pays_for_those_before() -> None:
-    queue = Queue()
+    queue = NamedQueue()
     running = queue.start(queue.arrive("b0", "b"), 10)
     queue.forget(queue.start(queue.arrive("a0", "a"), 100))
     queue.arrive("b1", "b")
@@ -273,7 +190,7 @@ def test_who_asks_for_one_answer_after_another_pays_for_those_before() -> None:
 
 
 def test_a_debt_is_forgotten_when_the_others_have_caught_up_or_nobody_is_left() -> None:
-    queue = Queue()
+    queue = NamedQueue()
     running = queue.start(queue.arrive("b0", "b"), 10)
     queue.forget(queue.start(queue.arrive("a0", "a"), 100))
     assert queue._debts
@@ -286,7 +203,7 @@ def test_a_debt_is_forgotten_when_the_others_have_caught_up_or_nobody_is_left() 
 
 def test_debts_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(fair_queue, "MAX_DEBTS", 50)
-    queue = Queue()
+    queue = NamedQueue()
     queue.start(queue.arrive("b0", "b"), 1)
     for number in range(500):
         queue.forget(queue.start(queue.arrive(f"r{number}", f"a{number}"), 100))

@@ -1,41 +1,19 @@
 """Adapters that compete for slots, tokens, blocks and pages. Time is counted in steps of the simulated rank."""
 
 import random
-from dataclasses import dataclass
 
 import pytest
 
 from loray.deployments.sequence import Sequence
 from tests.deployments.simulated_rank import greedy
 from tests.deployments.stepped_scheduler import Server
+from tests.deployments.traffic import Shape, keep_waiting, new_prompt, output_of
 
 pytestmark = pytest.mark.slow
 
 NINE = [f"a{i}" for i in range(9)]
 FLOOD = "flood"
 MAX_FLOOD_WAITING = 256
-
-
-@dataclass
-class Shape:
-    """Sizes of a flood's requests, in tokens."""
-
-    num_prompt: int
-    num_output: int
-
-
-def new_prompt(rng: random.Random, length: int) -> list[int]:
-    return [rng.randint(0, 1_000_000) for _ in range(length)]
-
-
-def output_of(sequence: Sequence) -> list[int]:
-    return sequence.token_ids[sequence.num_prompt :]
-
-
-def keep_waiting(server: Server, rng: random.Random, adapter: str, count: int, shape: Shape) -> None:
-    """The adapter has this many waiting requests, whatever was admitted."""
-    while server.scheduler.waiting.num_waiting_of(adapter) < count:
-        server.add(new_prompt(rng, shape.num_prompt), shape.num_output, adapter)
 
 
 def p99_steps_to_first_token(flood: Shape | None, num_steps: int = 1500) -> int:
@@ -131,60 +109,6 @@ def test_time_spent_loading_earns_no_credit_and_holds_up_nobody() -> None:
     assert server.served["busy"] - before == pytest.approx(server.served["slow"], rel=0.05)
 
 
-def test_an_adapter_of_many_pages_gets_its_turn_among_a_stream_of_small_ones() -> None:
-    server, rng = Server(num_blocks=400, num_pages=4, max_batch_tokens=32), random.Random(0)
-    big = None
-    for step in range(400):
-        for adapter in ("a", "b", "c", "d", f"new{step // 10}"):
-            keep_waiting(server, rng, adapter, 2, Shape(6, 10))
-        if step == 50:
-            big = server.add([1, 2, 3], 5, "big", num_pages=4)
-        server.turn()
-    assert big and big.token_ids[3:] == greedy("big", [1, 2, 3], 5)
-
-
-def test_adapters_that_do_not_fit_together_take_turns_under_endless_demand() -> None:
-    server, rng = Server(num_blocks=400, num_pages=2, max_batch_tokens=32), random.Random(0)
-    names = ["a", "b", "c", "d", "e"]
-    for _ in range(3000):
-        for adapter in names:
-            keep_waiting(server, rng, adapter, 2, Shape(6, 10))
-        server.turn()
-    served = [server.served[adapter] for adapter in names]
-    assert min(served) > 0.8 * max(served), server.served
-    num_loads = sum(len(step.loads) for step in server.rank.steps)
-    assert sum(served) > 2 * 32 * num_loads, "a turn is worth more than a step's tokens"
-
-
-def test_with_four_times_as_many_busy_adapters_as_the_pool_holds_none_starves() -> None:
-    """Each has users who ask again as soon as they are answered, for long and short answers."""
-    server, rng = Server(num_blocks=2000, num_pages=4, max_batch_tokens=64, max_running=64), random.Random(0)
-    names = [f"a{i}" for i in range(16)]
-    users = {(name, user): server.add(new_prompt(rng, 6), rng.randint(10, 100), name) for name in names for user in range(3)}
-    waits, born = [], dict.fromkeys(users, 0)
-    for step in range(4000):
-        server.turn()
-        for user, sequence in users.items():
-            if sequence.is_finished:
-                users[user], born[user] = server.add(new_prompt(rng, 6), rng.randint(10, 100), user[0]), step
-            elif sequence.num_output == 1:
-                waits.append(step - born[user])
-    served = [server.served[name] for name in names]
-    assert min(served) > 0.7 * max(served), server.served
-    assert max(waits) < 900 and all(4000 - born[user] < 900 for user, sequence in users.items() if not sequence.num_output), max(waits)
-
-
-def test_base_requests_are_not_held_up_by_an_adapter_that_waits_for_pages() -> None:
-    server, rng = Server(num_blocks=400, num_pages=2, max_batch_tokens=32), random.Random(0)
-    server.add([1], 300, "a", num_pages=2)
-    server.turn()
-    starved = server.add([1], 5, "b")
-    for _ in range(200):
-        keep_waiting(server, rng, "", 1, Shape(6, 10))
-        server.turn()
-    assert starved.slot is None and server.served[""] > 1500
-
-
 def test_places_are_taken_over_rarely_enough_to_pay_for_it() -> None:
     server, rng = Server(num_blocks=400, max_batch_tokens=48, max_running=16, has_cache=False), random.Random(0)
     for _ in range(1000):
@@ -192,35 +116,6 @@ def test_places_are_taken_over_rarely_enough_to_pay_for_it() -> None:
             keep_waiting(server, rng, adapter, 4, Shape(rng.randint(4, 20), rng.randint(4, 60)))
         server.turn()
     assert server.scheduler.num_preemptions < server.arrivals / 20
-
-
-def test_a_pinned_adapter_does_not_leave_the_pool() -> None:
-    server, rng = Server(num_blocks=400, num_pages=2, max_batch_tokens=32), random.Random(0)
-    pinned = server.add([1], 2, "pinned")
-    assert pinned.adapter
-    server.scheduler.adapters.pin(pinned.adapter)
-    for _ in range(300):
-        for adapter in ("pinned", "a", "b"):
-            keep_waiting(server, rng, adapter, 2, Shape(6, 10))
-        server.turn()
-    loads = [load.path for step in server.rank.steps for load in step.loads]
-    assert loads.count("pinned") == 1 and loads.count("a") > 1 and loads.count("b") > 1
-
-
-def test_an_adapter_that_is_in_the_pool_alone_stays_there_until_those_it_has_begun_are_through() -> None:
-    """Its files may be others by then, and they would end in another version or not at all."""
-    server = Server(num_blocks=10, num_pages=1, max_batch_tokens=8, has_cache=False)
-    begun = [server.add([number] * 4, 20, "a") for number in range(3)]
-    assert begun[0].adapter
-    server.turn()
-    begun[0].adapter.is_ready = False  # what host memory had of it has made room for others
-    while not server.scheduler.num_preemptions:
-        server.turn()
-    late = server.add([9], 3, "b")
-    server.run()
-    assert [load.path for step in server.rank.steps for load in step.loads] == ["a", "b"]
-    assert [output_of(sequence) for sequence in begun] == [greedy("a", [number] * 4, 20) for number in range(3)]
-    assert output_of(late) == greedy("b", [9], 3)
 
 
 def test_a_step_in_which_an_adapter_gives_way_loads_another_and_the_next_admits_it() -> None:

@@ -1,0 +1,194 @@
+"""Adapters that compete for rank pages: who leaves the pool, and when. Time is counted in steps of the simulated rank."""
+
+import random
+
+import pytest
+
+from loray.deployments.sequence import Sequence
+from tests.deployments.simulated_rank import greedy
+from tests.deployments.stepped_scheduler import Server
+from tests.deployments.traffic import Shape, keep_waiting, new_prompt, output_of
+
+pytestmark = pytest.mark.slow
+
+
+def test_an_adapter_of_many_pages_gets_its_turn_among_a_stream_of_small_ones() -> None:
+    server, rng = Server(num_blocks=400, num_pages=4, max_batch_tokens=32), random.Random(0)
+    big = None
+    for step in range(400):
+        for adapter in ("a", "b", "c", "d", f"new{step // 10}"):
+            keep_waiting(server, rng, adapter, 2, Shape(6, 10))
+        if step == 50:
+            big = server.add([1, 2, 3], 5, "big", num_pages=4)
+        server.turn()
+    assert big and big.token_ids[3:] == greedy("big", [1, 2, 3], 5)
+
+
+def test_adapters_that_do_not_fit_together_take_turns_under_endless_demand() -> None:
+    server, rng = Server(num_blocks=400, num_pages=2, max_batch_tokens=32), random.Random(0)
+    names = ["a", "b", "c", "d", "e"]
+    for _ in range(3000):
+        for adapter in names:
+            keep_waiting(server, rng, adapter, 2, Shape(6, 10))
+        server.turn()
+    served = [server.served[adapter] for adapter in names]
+    assert min(served) > 0.8 * max(served), server.served
+    num_loads = sum(len(step.loads) for step in server.rank.steps)
+    assert sum(served) > 2 * 32 * num_loads, "a turn is worth more than a step's tokens"
+
+
+def test_with_four_times_as_many_busy_adapters_as_the_pool_holds_none_starves() -> None:
+    """Each has users who ask again as soon as they are answered, for long and short answers."""
+    server, rng = Server(num_blocks=2000, num_pages=4, max_batch_tokens=64, max_running=64), random.Random(0)
+    names = [f"a{i}" for i in range(16)]
+    users = {(name, user): server.add(new_prompt(rng, 6), rng.randint(10, 100), name) for name in names for user in range(3)}
+    waits, born = [], dict.fromkeys(users, 0)
+    for step in range(4000):
+        server.turn()
+        for user, sequence in users.items():
+            if sequence.is_finished:
+                users[user], born[user] = server.add(new_prompt(rng, 6), rng.randint(10, 100), user[0]), step
+            elif sequence.num_output == 1:
+                waits.append(step - born[user])
+    served = [server.served[name] for name in names]
+    assert min(served) > 0.7 * max(served), server.served
+    assert max(waits) < 900 and all(4000 - born[user] < 900 for user, sequence in users.items() if not sequence.num_output), max(waits)
+
+
+def test_base_requests_are_not_held_up_by_an_adapter_that_waits_for_pages() -> None:
+    server, rng = Server(num_blocks=400, num_pages=2, max_batch_tokens=32), random.Random(0)
+    for name in ("a", "b"):
+        server.add([1], 300, name)
+    server.turn()
+    starved = server.add([1], 5, "c")
+    for _ in range(200):
+        keep_waiting(server, rng, "", 1, Shape(6, 10))
+        server.turn()
+    assert starved.slot is None and server.served[""] > 1500
+
+
+def test_a_pinned_adapter_does_not_leave_the_pool() -> None:
+    server, rng = Server(num_blocks=400, num_pages=2, max_batch_tokens=32), random.Random(0)
+    pinned = server.add([1], 2, "pinned")
+    assert pinned.adapter
+    server.scheduler.adapters.pin(pinned.adapter)
+    for _ in range(300):
+        for adapter in ("pinned", "a", "b"):
+            keep_waiting(server, rng, adapter, 2, Shape(6, 10))
+        server.turn()
+    loads = [load.path for step in server.rank.steps for load in step.loads]
+    assert loads.count("pinned") == 1 and loads.count("a") > 1 and loads.count("b") > 1
+
+
+def test_an_adapter_that_is_in_the_pool_alone_stays_there_until_those_it_has_begun_are_through() -> None:
+    """Its files may be others by then, and they would end in another version or not at all."""
+    server = Server(num_blocks=10, num_pages=1, max_batch_tokens=8, has_cache=False)
+    begun = [server.add([number] * 4, 20, "a") for number in range(3)]
+    assert begun[0].adapter
+    server.turn()
+    begun[0].adapter.is_ready = False  # what host memory had of it has made room for others
+    while not server.scheduler.num_preemptions:
+        server.turn()
+    late = server.add([9], 3, "b")
+    server.run()
+    assert [load.path for step in server.rank.steps for load in step.loads] == ["a", "b"]
+    assert [output_of(sequence) for sequence in begun] == [greedy("a", [number] * 4, 20) for number in range(3)]
+    assert output_of(late) == greedy("b", [9], 3)
+
+
+def steps_until(server: Server, sequence: Sequence, limit: int = 2000) -> int:
+    for step in range(limit):
+        if sequence.is_finished:
+            return step
+        server.turn()
+    raise AssertionError(f"not finished after {limit} steps")
+
+
+@pytest.mark.parametrize("num_pages", [6, 8], ids=["nearly the whole pool", "the whole pool"])
+def test_one_that_needs_much_of_the_pool_waits_for_no_long_answer_and_nor_do_others(num_pages: int) -> None:
+    server, rng = Server(num_blocks=4000, num_pages=8, max_batch_tokens=32, max_running=32), random.Random(0)
+    names = [f"a{i}" for i in range(6)]
+    long_answer = server.add([1, 2, 3], 1500, "a0")
+    big = None
+    for step in range(600):
+        if step == 200:
+            big = server.add([1], 5, "big", num_pages)
+        if step == 300:
+            assert big and output_of(big) == greedy("big", [1], 5)
+            before = server.served.copy()
+        for name in names[1:]:
+            keep_waiting(server, rng, name, 1, Shape(6, 10))
+        server.turn()
+    assert min(server.served[name] - before[name] for name in names[1:]) > 500, "all go on"
+    server.run()
+    assert output_of(long_answer) == greedy("a0", [1, 2, 3], 1500)
+
+
+def test_a_long_answer_of_one_that_has_most_of_the_pool_gives_way_when_it_is_ahead_and_is_right_in_the_end() -> None:
+    server = Server(num_blocks=4000, num_pages=4, max_batch_tokens=32)
+    long_answer = server.add([1, 2, 3], 1000, "big", num_pages=3)
+    server.turn()
+    small = [server.add([number], 20, name, num_pages=2) for number, name in enumerate("abc")]
+    assert max(steps_until(server, sequence) for sequence in small) < 150
+    server.run()
+    assert [output_of(sequence) for sequence in small] == [greedy(name, [number], 20) for number, name in enumerate("abc")]
+    assert output_of(long_answer) == greedy("big", [1, 2, 3], 1000)
+
+
+def test_one_that_can_go_on_with_its_pages_alone_is_not_hurried() -> None:
+    server = Server(num_blocks=4000, num_pages=4, max_batch_tokens=16)
+    long_answer = server.add([1, 2, 3], 200, "big", num_pages=4)
+    server.turn()
+    assert long_answer.adapter
+    long_answer.adapter.is_ready = False  # host memory has lost it, and its files may be others
+    small = server.add([1], 3, "a")
+    server.run()
+    assert server.scheduler.num_preemptions == 0
+    assert output_of(long_answer) == greedy("big", [1, 2, 3], 200) and output_of(small) == greedy("a", [1], 3)
+
+
+def test_who_leaves_admits_nothing_new_but_those_that_can_go_on_with_its_pages_alone() -> None:
+    server = Server(num_blocks=10, num_pages=1, max_batch_tokens=8, has_cache=False)
+    begun = [server.add([number] * 4, 20, "a") for number in range(4)]
+    assert begun[0].adapter
+    server.turn()
+    begun[0].adapter.is_ready = False
+    while not server.scheduler.num_preemptions:
+        server.turn()
+    late, new = server.add([9], 3, "b"), server.add([8], 3, "a")
+    assert steps_until(server, late) < 48, "the one that gave way goes on beside the last of the others"
+    assert all(sequence.is_finished for sequence in begun) and not new.num_output
+    new.adapter.is_ready = True  # type: ignore[union-attr]
+    server.run()
+    assert output_of(new) == greedy("a", [8], 3)
+
+
+def test_an_adapter_of_which_all_wait_for_their_grammars_makes_room_and_comes_back() -> None:
+    server = Server(num_pages=2)
+    for name in "ab":
+        server.add([1, 2], 3, name)
+    server.run()
+    held = [server.add([5, 6], 3, name, waits_for_grammar=True) for name in "ab"]
+    other = server.add([7], 3, "c")
+    steps_until(server, other, 10)
+    assert held[1].adapter and held[1].adapter.page_ids, "one page was enough"
+    for sequence in held:
+        sequence.waits_for_grammar = False
+    server.run()
+    assert [output_of(sequence) for sequence in held] == [greedy(name, [5, 6], 3) for name in "ab"]
+    server.assert_empty()
+
+
+@pytest.mark.parametrize("reason", ["pinned", "running"])
+def test_an_adapter_with_requests_that_wait_for_their_grammars_stays_if_it_is(reason: str) -> None:
+    server = Server(num_pages=1)
+    busy = server.add([1, 2], 30 if reason == "running" else 1, "a")
+    server.turn()
+    held = server.add([5, 6], 3, "a", waits_for_grammar=True)
+    assert held.adapter
+    if reason == "pinned":
+        server.scheduler.adapters.pin(held.adapter)
+    other = server.add([7], 3, "b")
+    for _ in range(5):
+        server.turn()
+    assert held.adapter.page_ids and not other.num_output and (busy.slot is None) == (reason == "pinned")
