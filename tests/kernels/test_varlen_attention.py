@@ -3,6 +3,8 @@
 With TRITON_INTERPRET=1 the gathering kernel runs without a GPU: `TRITON_INTERPRET=1 pytest -m gpu tests/kernels/test_varlen_attention.py`.
 """
 
+from collections.abc import Iterator
+
 import pytest
 import torch
 
@@ -52,6 +54,14 @@ class TestGather:
         context_lens = [1, 0, 17, 32, 90]
         case = PagedCase(context_lens, heads, dtype, DEVICE)
         assert_gathered(case, *gather_prefix(case.cache, case.table, starts_of(context_lens, DEVICE), sum(context_lens)))
+
+
+@pytest.fixture(autouse=True)
+def no_choice_is_remembered() -> Iterator[None]:
+    """Tests take flash-attn away where it is installed."""
+    backend.cache_clear()
+    yield
+    backend.cache_clear()
 
 
 def attends(batch: str, heads: tuple[int, int, int], scoring: Scoring, dtype: torch.dtype, library: str) -> None:
