@@ -27,7 +27,7 @@ PARTS = ("zipf", "download", "fair")
 TARGETS = {
     "zipf: tokens/s / eight that stay": ">= 0.9, load bandwidth apart",
     "zipf: the same with all in the pool": "(no loads at all)",
-    "download: ITL p99 with / alone, the better of two": "<= 1.1",
+    "download: ITL p99 with / without, the better of two": "<= 1.1",
     "fair: TTFT p99 flooded / alone": "<= 2",
     "fair: (most - least) / mean tokens": "< 0.05",
 }

@@ -1,4 +1,4 @@
-"""Eight streams without pause, beside a slow download and ten quick ones, and alone before and after: the time between their tokens."""
+"""The time between the tokens of eight streams: alone, beside ten adapters that load, and with a slow download beside those."""
 
 import asyncio
 import subprocess
@@ -6,6 +6,7 @@ import sys
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from enum import Enum
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +20,15 @@ NUM_PROMPT, NUM_NEW = 20, 8
 MAX_STREAM = 1500  # tokens; streams that outlast the measurement have no prompts in it
 SETTLE_S = 2.0  # until all prompts of the streams are computed
 SLOW_START_S = 3.0
+
+
+class Phase(Enum):
+    """Each with ten adapters of its own."""
+
+    BEFORE = "ten that load, before"
+    SLOW = "ten that load, and a slow download"
+    AFTER = "ten that load, after"
+
 
 Timed = tuple[float, Wish]  # seconds after the start
 
@@ -39,8 +49,9 @@ class DownloadBench:
         for name in self._streams[:NUM_ADAPTER_STREAMS]:
             local.add(name, STREAM_RANK)
         web.add("slow", SLOW_RANK)
-        for i in range(NUM_OTHERS):
-            web.add(f"other{i}", OTHER_RANK)
+        for phase in Phase:
+            for i in range(NUM_OTHERS):
+                web.add(f"{phase.name}{i}", OTHER_RANK)
         with _file_server(self._web, "slow", self._slow_s) as files:
             adapters = {"local_roots": [self._local], "allowed_urls": [files]}
             with serving(self._served, adapters=adapters):
@@ -50,13 +61,12 @@ class DownloadBench:
     async def _measure(self, client: Client, files: str) -> dict[str, Any]:
         num_new = min(MAX_STREAM, (await client.info())["max_total_tokens"] - NUM_PROMPT)
         await client.closed_loop([Wish(i, name, NUM_PROMPT, 2) for i, name in enumerate(self._streams)], len(self._streams))
-        remote = self._spread([f"{files}/other{i}" for i in range(NUM_OTHERS)])
         slow = (SLOW_START_S, Wish(99, f"{files}/slow", NUM_PROMPT, NUM_NEW))
-        return {
-            "alone, before": await self._phase(client, num_new, 1000, []),
-            "a slow download, ten others that load": await self._phase(client, num_new, 2000, [slow, *remote]),
-            "alone, after": await self._phase(client, num_new, 3000, []),
-        }
+        report = {"alone": await self._phase(client, num_new, 1000, [])}
+        for number, phase in enumerate(Phase, 2):
+            others = self._spread([f"{files}/{phase.name}{i}" for i in range(NUM_OTHERS)])
+            report[phase.value] = await self._phase(client, num_new, 1000 * number, [slow, *others] if phase is Phase.SLOW else others)
+        return report
 
     def _spread(self, names: list[str]) -> list[Timed]:
         """Over the time of the slow download, one after another."""
@@ -104,7 +114,8 @@ def _file_server(folder: Path, slow_name: str, slow_s: float) -> Iterator[str]:
 
 
 def ratios(report: dict[str, Any]) -> dict[str, float]:
-    before, loading, after = (
-        report[phase]["itl"]["p99_ms"] for phase in ("alone, before", "a slow download, ten others that load", "alone, after")
-    )
-    return {"download: ITL p99 with / alone, the better of two": loading / min(before, after)}
+    before, slow, after = (report[phase.value]["itl"]["p99_ms"] for phase in Phase)
+    return {
+        "download: ITL p99 with / without, the better of two": slow / min(before, after),
+        "download: ITL p99 with / streams alone": slow / report["alone"]["itl"]["p99_ms"],
+    }

@@ -82,9 +82,12 @@ class AdapterService:
 
     async def chat_template(self, ref: AdapterRef) -> AdapterTemplate:
         """Raises a LorayError."""
-        adapter = await self.find(ref)
+        return await self.template_of(await self.find(ref))
+
+    async def template_of(self, adapter: Adapter) -> AdapterTemplate:
+        """Raises a LorayError."""
         with self._folders.needed(adapter):
-            text = await self._finder.look(lambda: adapter_template(Path(adapter.path), ref.adapter_id))
+            text = await self._finder.look(lambda: adapter_template(Path(adapter.path), adapter.adapter_id))
         return AdapterTemplate(text, adapter.version)
 
     @contextmanager

@@ -1,19 +1,24 @@
 """Which chat template writes a prompt: the adapter's own, else the configured one, else the model's. Knows neither HTTP nor Ray."""
 
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from loray.deployments import tool_format
 from loray.deployments.backend import Backend
 from loray.deployments.errors import TemplateError
 from loray.deployments.expiring import Expiring
 from loray.deployments.off_loop import off_loop_if
-from loray.deployments.request import AdapterRef, AdapterTemplate
+from loray.deployments.request import AdapterRef, AdapterTemplate, TemplateMark
 from loray.deployments.template_renderer import TemplateRenderer
 from loray.deployments.tokenizer import Tokenizer, is_much
 
 LIFETIME_S = 10.0  # of what is remembered; an adapter that is replaced meanwhile is noticed by its version
 MAX_REMEMBERED = 1024
+
+
+class Prompt(NamedTuple):
+    text: str
+    template: TemplateMark | None  # of the adapter
 
 
 class ChatTemplates:
@@ -24,9 +29,17 @@ class ChatTemplates:
         self._strangers = TemplateRenderer(tokenizer.special_tokens)
         self._of_adapters: Expiring[AdapterRef, AdapterTemplate] = Expiring(LIFETIME_S, MAX_REMEMBERED)
 
-    async def prompt(self, messages: list[dict[str, Any]], tools: list[tool_format.Tool], adapter: AdapterRef | None) -> str:
-        """The prompt that asks for the next assistant message. Raises TemplateError, and the adapter's errors."""
-        own = (await self._of(adapter)).text if adapter else ""
+    async def prompt(self, messages: list[dict[str, Any]], tools: list[tool_format.Tool], adapter: AdapterRef | None) -> Prompt:
+        """That asks for the next assistant message. Raises TemplateError, and the adapter's errors."""
+        own = await self._of(adapter) if adapter else None
+        text = await self._write(messages, tools, own.text if own else "")
+        return Prompt(text, own.mark if own else None)
+
+    def forget(self, adapter: AdapterRef | None) -> None:
+        """It was replaced."""
+        self._of_adapters.drop(lambda remembered: remembered == adapter)
+
+    async def _write(self, messages: list[dict[str, Any]], tools: list[tool_format.Tool], own: str) -> str:
         template = own or self._configured or self._tokenizer.chat_template(bool(tools))
         if not template:
             raise TemplateError("the model has no chat template: use /v1/completions or /generate", param="messages")
@@ -46,18 +59,6 @@ class ChatTemplates:
         if template in own:
             return await self._tokenizer.render_chat(messages, tools, template)
         return await self._strangers.render(template, messages, tools)
-
-    async def version(self, adapter: AdapterRef | None, is_fresh: bool) -> str:
-        """Of the adapter whose template writes prompts now; "" for the base model, and for one that brings none and was asked just now:
-        any version of it will do. Raises the adapter's errors."""
-        if adapter is None:
-            return ""
-        template = await self._of(adapter)
-        return template.version if template.text or not is_fresh else ""
-
-    def forget(self, adapter: AdapterRef | None) -> None:
-        """It was replaced."""
-        self._of_adapters.drop(lambda remembered: remembered == adapter)
 
     async def _of(self, adapter: AdapterRef) -> AdapterTemplate:
         template = self._of_adapters.get(adapter)

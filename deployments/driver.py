@@ -100,6 +100,8 @@ class Driver:
             acknowledge = partial(self._engine.acknowledge, generation.request_id, reply)
             async with in_time(generation.deadline_s, "its adapter was still being fetched"):
                 adapter = await self._adapters.find_patiently(generation.adapter, acknowledge)
+                if generation.template and generation.template.version != adapter.version:
+                    check_template(generation, await self._adapters.template_of(adapter))
             check_version(generation, adapter)
         except LorayError as error:
             self._engine.refuse(generation.request_id, error, reply)
@@ -225,12 +227,16 @@ def is_snapshot(folder: Path) -> bool:
 
 
 def check_version(generation: GenerationRequest, adapter: Adapter) -> None:
-    """An answer is of one version: what another replica has begun is not ended with other weights, nor another's prompt continued."""
-    name = repr(generation.adapter_id)
-    if generation.template_version not in ("", adapter.version):
-        raise TemplateOutdated(f"adapter {name} was replaced since its chat template was read; try again")
+    """An answer is of one version: what another replica has begun is not ended with other weights."""
     if generation.output_ids and generation.adapter_version != adapter.version:
+        name = repr(generation.adapter_id)
         raise Incomplete(f"adapter {name} was replaced meanwhile: the version that the answer was begun with is gone with its replica")
+
+
+def check_template(generation: GenerationRequest, own: AdapterTemplate) -> None:
+    """Whether the prompt is what the adapter's own template would have written."""
+    if generation.template and generation.template.digest != own.mark.digest:
+        raise TemplateOutdated(f"adapter {generation.adapter_id!r} was replaced since its chat template was read; try again")
 
 
 def rank_spec(args: ServerArgs, folder: Path) -> RankSpec:

@@ -9,10 +9,11 @@ Turns alone (fair_queue.py) are not fair while a flood of long sequences holds a
 - Rank pages, to the adapters that find none: from those ahead of them by more than a full step's tokens, the most served first, each
   for one of those that wait. Nothing more of theirs is admitted, and they leave the pool when their last sequence stops running;
   nothing is computed twice. They leave at the same time: one after another, the last in a long line would wait for all of them.
-  Answers may be long, so two kinds stop at once and are recomputed later: who has most of the pool, and those for whose pages one
-  waits that has at least as many already, which stand empty meanwhile.
-An adapter's youngest sequence goes first, since it loses least. The oldest of all never gives way: it gets to its end, and then
-another is the oldest, so every sequence ends.
+  Answers may be long, so for one that could start right away two kinds stop at once and are recomputed later: who has most of the
+  pool, and those for whose pages one waits that has at least as many already, which stand empty meanwhile. But only when each of
+  their sequences has sampled as many tokens as its start has cost: no more is recomputed than is gained.
+Of slots and blocks an adapter's youngest sequence goes first, since it loses least, and the oldest of all never gives way: it gets to
+its end, and then another is the oldest, so every sequence ends.
 """
 
 from collections import defaultdict
@@ -61,7 +62,7 @@ class Leaving:
     """The adapters that make room in the pool for others."""
 
     def __init__(
-        self, lead: float, table: AdapterTable, were_leaving: Collection[Adapter], running: Iterable[Sequence], queue: FairQueue
+        self, lead: float, table: AdapterTable, were_leaving: Collection[Adapter], running: Collection[Sequence], queue: FairQueue
     ) -> None:
         self.adapters: set[Adapter] = set()
         self.hurried: set[Adapter] = set()  # those of them that do so at once
@@ -69,12 +70,15 @@ class Leaving:
         self._table = table
         self._num_kept = table.num_available_pages  # too few for the first of those that wait, and kept for it alone
         self._queue = queue
+        self._running = running
         self._served = {s.adapter: queue.served(s) for s in running if s.adapter and not s.adapter.is_pinned}
         # The next is the last: who is on the way out already, then who was served most.
         self._others = sorted(self._served, key=lambda adapter: (adapter in were_leaving, self._served[adapter]))
 
-    def make_room(self, starved: Sequence) -> bool:
-        """For one more waiting sequence's adapter: of those more than `lead` ahead of it, as many as it takes. Whether there was one."""
+    def make_room(self, starved: Sequence, could_start: bool) -> bool:
+        """For one more waiting sequence's adapter: of those more than `lead` ahead of it, as many as it takes. Whether there was one.
+
+        could_start: nothing but pages keeps it from starting."""
         assert starved.adapter, "the base model needs no pages"
         num_kept, self._num_kept = self._num_kept, 0
         num_missing = starved.adapter.num_pages - num_kept
@@ -83,11 +87,17 @@ class Leaving:
         while ahead and num_missing > sum(adapter.num_pages for adapter in leaving):
             leaving.append(ahead.pop())
             self._others.remove(leaving[-1])
-        is_half_there = num_missing <= min(num_kept, sum(adapter.num_pages for adapter in leaving))
-        large = (adapter for adapter in leaving if is_half_there or 2 * adapter.num_pages > self._table.num_pages)
-        self.hurried.update(adapter for adapter in large if self._table.could_place(adapter))  # it comes back in spite of all pins
+        num_leaving = sum(adapter.num_pages for adapter in leaving)
+        is_long = num_missing <= num_kept or any(2 * adapter.num_pages > self._table.num_pages for adapter in leaving)
+        if could_start and num_missing <= num_leaving and is_long and self._may_stop(leaving):
+            self.hurried.update(leaving)
         self.adapters.update(leaving)
         return bool(leaving)
+
+    def _may_stop(self, adapters: Collection[Adapter]) -> bool:
+        """Whether they can come back, in spite of all pins and with the same files, and nothing of theirs would be lost by it."""
+        can_return = all(adapter.is_ready and self._table.could_place(adapter) for adapter in adapters)
+        return can_return and all(sequence.num_owed <= 0 for sequence in self._running if sequence.adapter in adapters)
 
 
 def _shares(running: Iterable[Sequence], held: Held, queue: FairQueue) -> dict[str, float]:

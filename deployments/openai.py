@@ -72,14 +72,14 @@ class OpenAIApi:
 
     async def chat(self, body: ChatBody, token: str) -> Response:
         """An adapter that was replaced since its template was read has the prompt written anew; often, where replicas hold two versions."""
-        for number in range(MAX_REWRITES):
+        for _ in range(MAX_REWRITES):
             try:
-                return await self.answer(await self.chat_call(body, token, is_rewritten=number > 0))
+                return await self.answer(await self.chat_call(body, token))
             except TemplateOutdated:
                 self._templates.forget(body.adapter(self._service.model_id, token))
-        return await self.answer(await self.chat_call(body, token, is_rewritten=True))
+        return await self.answer(await self.chat_call(body, token))
 
-    async def chat_call(self, body: ChatBody, token: str, is_rewritten: bool = False) -> Call:
+    async def chat_call(self, body: ChatBody, token: str) -> Call:
         received = time.monotonic()
         self._check_choices(body)
         plan = answer_plan(body)
@@ -92,10 +92,9 @@ class OpenAIApi:
             lambda: [message.for_template() for message in body.messages],
         )
         async with self._service.in_time(received):
-            version = await self._templates.version(adapter, is_rewritten)
             prompt = await self._templates.prompt(messages, plan.tools, adapter)
-            check_text(self._service, prompt, CHAT_NAMES.prompt)
-            token_ids = await self._service.tokenizer.encode_rendered(prompt)
+            check_text(self._service, prompt.text, CHAT_NAMES.prompt)
+            token_ids = await self._service.tokenizer.encode_rendered(prompt.text)
             grammar = await self._grammar(plan)
         names = CHAT_NAMES._replace(grammar=plan.param, max_new_tokens=body.max_tokens_field)
         requests = []
@@ -106,7 +105,7 @@ class OpenAIApi:
                 max_new_tokens=body.max_new_tokens,
                 ignore_eos=bool(body.ignore_eos),
                 stop_token_ids=tuple(body.stop_token_ids or ()),
-                template_version=version,
+                template=prompt.template,
             )
             requests.append(self._service.request(token_ids, wanted, names))
         choices = [ChatChoice(index, bool(body.logprobs), plan.parser()) for index in range(len(requests))]

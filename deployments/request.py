@@ -1,5 +1,6 @@
 """What ingress asks of the driver and what comes back, as plain values. Knows neither text nor tensors."""
 
+from hashlib import blake2b
 from typing import Literal
 
 import msgspec
@@ -36,11 +37,22 @@ class AdapterRef(msgspec.Struct, frozen=True, kw_only=True):
         return f"AdapterRef({self.adapter_id!r}, source={self.source!r}, revision={self.revision!r})"
 
 
+class TemplateMark(msgspec.Struct, frozen=True):
+    """The chat template that one version of an adapter brings, if any, without its text."""
+
+    version: str
+    digest: str
+
+
 class AdapterTemplate(msgspec.Struct, frozen=True):
     """The chat template that an adapter brings."""
 
     text: str  # "" = none
     version: str  # of the adapter
+
+    @property
+    def mark(self) -> TemplateMark:
+        return TemplateMark(self.version, blake2b(self.text.encode(), digest_size=8).hexdigest())
 
 
 class GenerationRequest(msgspec.Struct, frozen=True, kw_only=True):
@@ -54,7 +66,7 @@ class GenerationRequest(msgspec.Struct, frozen=True, kw_only=True):
     sampling: Sampling
     adapter: AdapterRef | None = None  # None = base model
     adapter_version: str = ""  # that output_ids are of
-    template_version: str = ""  # of the adapter whose chat template wrote the prompt; "" = none did
+    template: TemplateMark | None = None  # what the prompt of an adapter's chat was written with
     pooling: Pooling = ""
     stop_token_ids: list[int] = []  # tokens that end it, beside EOS
     wants_prompt_logprobs: bool = False

@@ -195,25 +195,26 @@ class Scheduler:
             elif self.adapters.could_place(adapter):
                 leaving = leaving or Leaving(self._max_batch_tokens, self.adapters, were_leaving, self.running, self.waiting)
                 self._leaving, self._hurried = leaving.adapters, leaving.hurried
-                if not leaving.make_room(sequence):
+                if not leaving.make_room(sequence, could_start=self._fits(sequence, self._prefills(), [])):
                     self.waiting.skip_outside()
 
     def _displace_idle(self, adapter: Adapter) -> bool:
         """Whether there are pages for it once those leave of which nothing can start yet."""
-        for other in self.waiting.idle_held():
-            if not other.is_pinned and self.adapters.could_place(other) and not self.adapters.can_place(adapter):
-                self._displace(other)
-        return self.adapters.can_place(adapter)
+        idle = [other for other in self.waiting.idle_held() if not other.is_pinned and self.adapters.could_place(other)]
+        if adapter.num_pages > self.adapters.num_available_pages + sum(other.num_pages for other in idle):
+            return False
+        while not self.adapters.can_place(adapter):
+            self._displace(idle.pop())
+        return True
 
     def _displace(self, adapter: Adapter) -> None:
         self.adapters.discard(adapter)
         self.has_displaced = True
 
     def _hurry(self) -> None:
-        """Sequences for whom others wait too long give way, once they have got further and if they can go on later."""
-        for sequence in self.running[:]:
-            adapter = sequence.adapter
-            if adapter in self._hurried and adapter.is_ready and sequence.num_to_compute <= 1:
+        """Sequences for whom others would wait too long give way."""
+        for sequence in reversed(self.running[:]):  # so that the oldest goes on first
+            if sequence.adapter in self._hurried:
                 self._preempt(Plan(), sequence)
 
     def _prefills(self) -> list[Sequence]:
@@ -241,6 +242,7 @@ class Scheduler:
         sequence.queue_s = sequence.queue_s or time.monotonic() - sequence.accepted_at
         sequence.slot = self._free_slots.pop()
         self.running.append(sequence)
+        sequence.num_owed = sequence.num_tokens - sequence.num_computed
         plan.admit(sequence)
         count = min(sequence.num_to_compute, self._max_batch_tokens - plan.num_tokens)
         new = self.blocks.num_needed(sequence.num_computed + count) - len(cached)
@@ -253,6 +255,7 @@ class Scheduler:
         samples = sequence.num_computed == sequence.num_tokens
         plan.add(sequence, Row(slot=sequence.slot, num_tokens=count, new_block_ids=new_block_ids, samples=samples))
         sequence.num_unknown += samples
+        sequence.num_owed -= samples
         self.waiting.charge(sequence, count)
 
     def _preempt(self, plan: Plan, sequence: Sequence) -> None:

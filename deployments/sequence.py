@@ -43,6 +43,7 @@ class Sequence:
         self.waits_for_grammar = False  # until the ranks have compiled it
         self.num_unknown = 0  # tokens sampled, or embeddings made, by steps whose results are not back
         self.num_computed = 0  # tokens whose keys and values are in its blocks
+        self.num_owed = 0  # tokens that its start has cost, less those sampled since
         self.block_ids: list[int] = []
         self.block_hashes: list[BlockHash] = []  # of the full blocks of token_ids
         self.num_published = 0

@@ -23,7 +23,7 @@ from loray.deployments.errors import DeadlineExceeded, EmbeddingFailed, GrammarF
 from loray.deployments.generation import Generation, Timing
 from loray.deployments.grammars import Grammars
 from loray.deployments.metrics import EMBEDDED, Metrics
-from loray.deployments.request import AdapterRef, GenerationRequest
+from loray.deployments.request import AdapterRef, GenerationRequest, TemplateMark
 from loray.deployments.stop_strings import Shelter
 from loray.deployments.tokenizer import Tokenizer
 from loray.models.step import Sampling
@@ -56,7 +56,7 @@ class Wanted:
     ignore_eos: bool = False
     stop_token_ids: tuple[int, ...] = ()
     prompt_logprobs: bool = False
-    template_version: str = ""
+    template: TemplateMark | None = None
 
 
 def random_seed() -> int:
@@ -118,7 +118,7 @@ class Service:
             ignore_eos=wanted.ignore_eos,
             sampling=wanted.sampling,
             adapter=wanted.adapter,
-            template_version=wanted.template_version,
+            template=wanted.template,
             stop_token_ids=list(wanted.stop_token_ids),
             wants_prompt_logprobs=wanted.prompt_logprobs,
             grammar_field=names.grammar,

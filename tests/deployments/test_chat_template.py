@@ -16,9 +16,9 @@ from loray.deployments.adapter_store import AdapterStore
 from loray.deployments.adapter_template import adapter_template
 from loray.deployments.chat_template import ChatTemplates, configured_template
 from loray.deployments.config import AdapterArgs
-from loray.deployments.driver import check_version
+from loray.deployments.driver import check_template
 from loray.deployments.driver_client import DriverClient
-from loray.deployments.errors import AdapterFailed, AdapterNotFound, LorayError, TemplateError, TemplateOutdated
+from loray.deployments.errors import AdapterFailed, AdapterNotFound, LorayError, TemplateError
 from loray.deployments.openai import OpenAIApi
 from loray.deployments.openai_request import ChatBody
 from loray.deployments.request import AdapterRef, AdapterTemplate, GenerationRequest
@@ -93,9 +93,8 @@ class Replaced(ScriptedBackend):
             self.num_left -= 1
             number = int(self.versions["pirate"]) + 1
             self.versions["pirate"], self.templates["pirate"] = str(number), f"v{number} {ROLES}"
-        adapter = SimpleNamespace(version=self.versions["pirate"])
         try:
-            check_version(request, adapter)  # type: ignore[arg-type]
+            check_template(request, AdapterTemplate(self.templates["pirate"], self.versions["pirate"]))
         except LorayError as error:
             return [error]
         return self.script
@@ -113,19 +112,32 @@ def test_a_prompt_is_written_anew_when_its_adapter_was_replaced_since(stream: bo
         assert HF.decode(backend.requests[-1].prompt_ids) == f"{wanted} [user]hello"
 
 
-@pytest.mark.parametrize(("template", "num_requests"), [("", 2), (ROLES, 4)])
-def test_replicas_with_two_versions_of_an_adapter_answer(template: str, num_requests: int) -> None:
-    """Its template is asked of one that has the older, and the request goes to the other: where it brings none, that does not matter."""
+@pytest.mark.parametrize(
+    ("older", "newer", "num_requests"),
+    [("", "", 1), (ROLES, ROLES, 1), (ROLES, "", 2), ("", ROLES, 2), ("", f"new {ROLES}", 2)],
+    ids=["none", "the same", "older alone", "newer alone", "newer alone, another"],
+)
+def test_replicas_with_two_versions_of_an_adapter_answer_what_each_would_write(older: str, newer: str, num_requests: int) -> None:
+    """Requests go to the one that has the newer; its template is asked of the other first, and of either where that was wrong."""
 
     class Other(ScriptedBackend):
+        async def chat_template(self, adapter: AdapterRef) -> AdapterTemplate:
+            return AdapterTemplate(newer, "2") if self.requests else AdapterTemplate(older, "1")
+
         def script_of(self, request: GenerationRequest) -> Sequence[list[int] | Exception]:
-            is_same = len(self.requests) == num_requests or request.template_version == ""
-            return self.script if is_same else [TemplateOutdated("replaced")]
+            try:
+                check_template(request, AdapterTemplate(newer, "2"))
+            except LorayError as error:
+                return [error]
+            return self.script
 
     backend = Other([[2]])
-    backend.templates["pirate"], backend.versions["pirate"] = template, "1"
     assert answer(backend, {}, model="pirate").status_code == 200
     assert len(backend.requests) == num_requests
+    plain = ScriptedBackend([[2]])
+    answer(plain, {})
+    wanted = newer.replace(ROLES, "[user]hello") or HF.decode(plain.requests[-1].prompt_ids)
+    assert HF.decode(backend.requests[-1].prompt_ids) == wanted
 
 
 def test_an_adapter_that_is_replaced_again_and_again_is_told() -> None:
@@ -217,7 +229,7 @@ def test_a_template_that_knows_tools_gets_calls_and_their_arguments_as_objects()
 def test_a_template_that_refuses_a_system_message_is_told_of_tools_by_the_user() -> None:
     template = "{% if messages[0].role == 'system' %}{{ raise_exception('no system role') }}{% endif %}" + ROLES
     templates = ChatTemplates(Tokenizer(HF), saying("x"), template)
-    written = run(templates.prompt(MESSAGES, [WEATHER], None))
+    written = run(templates.prompt(MESSAGES, [WEATHER], None)).text
     assert written.startswith("[user]You can call functions") and written.endswith("</tool_call>\n\nhello")
     with pytest.raises(TemplateError, match="no system role"):
         run(templates.prompt([{"role": "system", "content": "be kind"}, *MESSAGES], [WEATHER], None))
@@ -231,7 +243,7 @@ def test_a_models_own_template_for_tools_is_no_strangers(monkeypatch: pytest.Mon
     tokenizer = tiny_tokenizer()
     tokenizer.chat_template = {"default": ROLES, "tool_use": f"tools {ROLES}"}
     templates = ChatTemplates(Tokenizer(tokenizer), saying("x"), None)
-    assert run(templates.prompt(MESSAGES, [WEATHER], None)).startswith("tools [system]You can call functions")
+    assert run(templates.prompt(MESSAGES, [WEATHER], None)).text.startswith("tools [system]You can call functions")
 
 
 def test_a_folders_template_is_its_jinja_file_else_in_its_tokenizers_configuration(tmp_path: Path) -> None:

@@ -5,11 +5,10 @@ import random
 import pytest
 
 from loray.deployments.sequence import Sequence
+from loray.models.step import Pooling
 from tests.deployments.simulated_rank import greedy
 from tests.deployments.stepped_scheduler import Server
 from tests.deployments.traffic import Shape, keep_waiting, new_prompt, output_of
-
-pytestmark = pytest.mark.slow
 
 
 def test_an_adapter_of_many_pages_gets_its_turn_among_a_stream_of_small_ones() -> None:
@@ -24,6 +23,7 @@ def test_an_adapter_of_many_pages_gets_its_turn_among_a_stream_of_small_ones() -
     assert big and big.token_ids[3:] == greedy("big", [1, 2, 3], 5)
 
 
+@pytest.mark.slow
 def test_adapters_that_do_not_fit_together_take_turns_under_endless_demand() -> None:
     server, rng = Server(num_blocks=400, num_pages=2, max_batch_tokens=32), random.Random(0)
     names = ["a", "b", "c", "d", "e"]
@@ -37,6 +37,7 @@ def test_adapters_that_do_not_fit_together_take_turns_under_endless_demand() -> 
     assert sum(served) > 2 * 32 * num_loads, "a turn is worth more than a step's tokens"
 
 
+@pytest.mark.slow
 def test_with_four_times_as_many_busy_adapters_as_the_pool_holds_none_starves() -> None:
     """Each has users who ask again as soon as they are answered, for long and short answers."""
     server, rng = Server(num_blocks=2000, num_pages=4, max_batch_tokens=64, max_running=64), random.Random(0)
@@ -104,6 +105,7 @@ def steps_until(server: Server, sequence: Sequence, limit: int = 2000) -> int:
     raise AssertionError(f"not finished after {limit} steps")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("num_pages", [6, 8], ids=["nearly the whole pool", "the whole pool"])
 def test_one_that_needs_much_of_the_pool_waits_for_no_long_answer_and_nor_do_others(num_pages: int) -> None:
     server, rng = Server(num_blocks=4000, num_pages=8, max_batch_tokens=32, max_running=32), random.Random(0)
@@ -171,7 +173,7 @@ def test_an_adapter_of_which_all_wait_for_their_grammars_makes_room_and_comes_ba
     held = [server.add([5, 6], 3, name, waits_for_grammar=True) for name in "ab"]
     other = server.add([7], 3, "c")
     steps_until(server, other, 10)
-    assert held[1].adapter and held[1].adapter.page_ids, "one page was enough"
+    assert held[0].adapter and held[0].adapter.page_ids, "one page was enough, and it has waited for longer"
     for sequence in held:
         sequence.waits_for_grammar = False
     server.run()
@@ -192,3 +194,94 @@ def test_an_adapter_with_requests_that_wait_for_their_grammars_stays_if_it_is(re
     for _ in range(5):
         server.turn()
     assert held.adapter.page_ids and not other.num_output and (busy.slot is None) == (reason == "pinned")
+
+
+@pytest.mark.parametrize("num_blocks", [105, 120, 150, 400])
+def test_two_long_answers_of_large_adapters_end_without_being_recomputed_again_and_again(num_blocks: int) -> None:
+    server = Server(num_blocks=num_blocks, num_pages=4, max_batch_tokens=32)
+    both = [server.add(list(range(number, number + 300)), 100, name, num_pages=3) for number, name in ((0, "a"), (900, "b"))]
+    assert max(steps_until(server, sequence) for sequence in both) < 500
+    assert sum(server.served.values()) < 2 * 800
+    assert [output_of(s) for s in both] == [greedy(n, list(range(k, k + 300)), 100) for k, n in ((0, "a"), (900, "b"))]
+
+
+@pytest.mark.parametrize("num_prompt", [96, 97, 98, 129])
+def test_an_embedding_of_a_large_adapter_is_made_beside_others_that_wait(num_prompt: int) -> None:
+    server, rng = Server(num_blocks=4000, num_pages=4, max_batch_tokens=32), random.Random(0)
+    embedding = None
+    for step in range(200):
+        for name in "ab":
+            keep_waiting(server, rng, name, 2, Shape(6, 10))
+        if step == 20:
+            embedding = server.add(list(range(num_prompt)), 1, "big", num_pages=3, pooling="mean")
+        server.turn()
+    assert embedding and embedding.is_finished and server.served["big"] == num_prompt
+
+
+def test_nobody_gives_way_to_one_that_finds_no_blocks() -> None:
+    server = Server(num_blocks=100, num_pages=1, max_batch_tokens=32)
+    server.add(list(range(100)), 290)
+    begun = server.add([2] * 4, 100, "a")
+    for _ in range(50):
+        server.turn()
+    large = server.add(list(range(250)), 5, "x")
+    assert steps_until(server, begun) < 60 and not large.num_output, "blocks are there when the base model's answer has ended"
+    server.run()
+    assert server.scheduler.num_preemptions == 0 and output_of(large) == greedy("x", list(range(250)), 5)
+
+
+def test_those_that_give_way_together_go_on_in_their_order() -> None:
+    server = Server(num_blocks=400, num_pages=2, max_batch_tokens=16)
+    begun = [server.add([number], 80, "big", num_pages=2) for number in range(4)]
+    server.turn()
+    server.add([9], 30, "a")
+    while not server.scheduler.num_preemptions:
+        server.turn()
+    assert [sequence for sequence in server.scheduler.waiting if sequence in begun][:1] == begun[:1]
+    server.run()
+    assert [output_of(sequence) for sequence in begun] == [greedy("big", [number], 80) for number in range(4)]
+
+
+def test_an_adapter_that_waits_for_a_grammar_stays_where_its_pages_would_not_be_enough() -> None:
+    server = Server(num_blocks=400, num_pages=4, max_batch_tokens=8)
+    server.add([1], 1, "held")
+    server.run()
+    running = [server.add([1, 2], 100, "a", num_pages=2), server.add([1, 2], 100, "b")]
+    for _ in range(5):
+        server.turn()
+    held = server.add([5, 6], 3, "held", waits_for_grammar=True)
+    server.add([7], 3, "large", num_pages=4)
+    server.turn()
+    assert held.adapter and held.adapter.page_ids and all(sequence.slot is not None for sequence in running)
+    held.waits_for_grammar = False
+    assert steps_until(server, held) < 10
+
+
+@pytest.mark.parametrize("seed", range(12))
+def test_random_traffic_of_large_and_small_adapters_ends_and_leaves_nothing_behind(seed: int) -> None:
+    rng = random.Random(seed)
+    num_pages = rng.randint(1, 6)
+    server = Server(
+        num_blocks=rng.choice([40, 80, 200]),
+        num_pages=num_pages,
+        max_batch_tokens=rng.choice([8, 16, 32]),
+        max_running=rng.choice([2, 8]),
+        has_cache=rng.random() < 0.5,
+    )
+    pages = {name: rng.randint(1, num_pages) for name in "abcdef"}
+    asked: list[tuple[Sequence, str, list[int]]] = []
+    for _ in range(60):
+        name, prompt = rng.choice(["", *pages]), new_prompt(rng, rng.choice([3, 20, 65, 97]))
+        pooling: Pooling = "mean" if rng.random() < 0.2 else ""
+        num_new, has_grammar = (1, False) if pooling else (rng.choice([2, 40]), rng.random() < 0.2)
+        sequence = server.add(prompt, num_new, name, pages.get(name, 1), pooling, has_grammar)
+        asked.append((sequence, name, prompt))
+        for _ in range(rng.randint(0, 6)):
+            server.turn()
+        for waiting in asked:
+            waiting[0].waits_for_grammar &= rng.random() < 0.9
+    for sequence, _, _ in asked:
+        sequence.waits_for_grammar = False
+    server.run()
+    assert all(s in server.embeddings or output_of(s) == greedy(name, prompt, s.request.max_new_tokens) for s, name, prompt in asked)
+    server.assert_empty()
