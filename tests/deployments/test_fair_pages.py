@@ -7,7 +7,7 @@ import pytest
 from loray.deployments.sequence import Sequence
 from loray.models.step import Pooling
 from tests.deployments.simulated_rank import greedy
-from tests.deployments.stepped_scheduler import Server
+from tests.deployments.stepped_scheduler import BLOCK, Server
 from tests.deployments.traffic import Shape, keep_waiting, new_prompt, output_of
 
 
@@ -285,3 +285,30 @@ def test_random_traffic_of_large_and_small_adapters_ends_and_leaves_nothing_behi
     server.run()
     assert all(s in server.embeddings or output_of(s) == greedy(name, prompt, s.request.max_new_tokens) for s, name, prompt in asked)
     server.assert_empty()
+
+
+def test_a_start_costs_what_is_not_in_the_cache_and_every_token_pays_for_one() -> None:
+    server = Server()
+    first = server.add(list(range(12)), 4)
+    server.plan()
+    assert first.num_owed == 12 - 1
+    server.run()
+    second = server.add(list(range(12)), 4)
+    server.plan()
+    server.plan()
+    assert second.num_owed == 12 - 2 * BLOCK - 2, "its last block is computed anew, to sample from"
+
+
+def test_an_adapter_that_waits_for_a_grammar_stays_where_a_pin_would_keep_it_from_coming_back() -> None:
+    server = Server(num_pages=3)
+    server.add([1], 1, "held", num_pages=2)
+    server.run()
+    held = server.add([5, 6], 3, "held", num_pages=2, waits_for_grammar=True)
+    pinned = server.add([7], 3, "pinned", num_pages=2)
+    assert held.adapter and pinned.adapter
+    server.scheduler.adapters.pin(pinned.adapter)
+    server.turn()
+    assert held.adapter.page_ids and not pinned.adapter.page_ids
+    held.waits_for_grammar = False
+    server.run()
+    assert output_of(held) == greedy("held", [5, 6], 3) and output_of(pinned) == greedy("pinned", [7], 3)

@@ -1,3 +1,5 @@
+import pytest
+
 from loray.deployments.adapters import Adapter, AdapterTable
 from loray.deployments.fair_shares import Leaving, num_slots, victim_of_arrival
 from tests.deployments.named_queue import NamedQueue
@@ -78,3 +80,19 @@ def test_who_leaves_stops_at_once_when_as_many_pages_stand_empty_as_it_has_or_wh
         a.num_pages = num_pages
         leaving = Leaving(15, table_with(0), [], running[:1], queue)
         assert leaving.make_room(small, could_start=True) and leaving.hurried == ({a} if is_hurried else set())
+
+
+@pytest.mark.parametrize("hindrance", ["none", "owed", "not in host memory", "a pin", "no slot"])
+def test_who_leaves_stops_at_once_only_if_it_can_come_back_and_loses_nothing(hindrance: str) -> None:
+    queue = NamedQueue()
+    running, starved = queue.arrive("a", "a"), queue.arrive("starved", "starved")
+    queue.start(running, 40)
+    assert running.adapter
+    running.adapter.num_pages, running.num_owed = NUM_PAGES // 2 + 1, int(hindrance == "owed")
+    running.adapter.is_ready = hindrance != "not in host memory"
+    table = table_with(0)
+    if hindrance == "a pin":
+        table.pin(Adapter("pinned", "pinned", "pinned", NUM_PAGES // 2))
+    leaving = Leaving(15, table, [], [running], queue)
+    assert leaving.make_room(starved, could_start=hindrance != "no slot") and leaving.adapters == {running.adapter}
+    assert bool(leaving.hurried) == (hindrance == "none")
