@@ -3,7 +3,7 @@
 import math
 import time
 from collections.abc import AsyncIterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from loray.deployments.backend import Backend
 from loray.deployments.detokenizer import Detokenizer
@@ -152,8 +152,11 @@ class Generation:
                 break
         else:
             self.finish_reason = "stop_sequence" if event.finish_reason == "stop_token" else event.finish_reason
-        if self.finish_reason:
-            text += self._rest()
+        if self.finish_reason and not self.stop_text:
+            left = self._detokenizer.flush()
+            if not tokens[-1].is_special:
+                tokens[-1] = replace(tokens[-1], text=tokens[-1].text + left)
+            text += self._stop_strings.push(left, self._may_end) + self._stop_strings.flush()
         return Piece(tokens, text, self.finish_reason)
 
     def _note_prompt(self, event: TokenEvent) -> None:
@@ -169,12 +172,6 @@ class Generation:
             prompt_logprob = token.logprob if tokens else None
             tokens.append(PromptToken(token.id, token.text, prompt_logprob, token.is_special, token.alternatives, token.own))
         return tokens
-
-    def _rest(self) -> str:
-        if self.stop_text:
-            return ""
-        text = self._stop_strings.push(self._detokenizer.flush(), self._may_end)
-        return text + self._stop_strings.flush()
 
 
 def _token(tokenizer: Tokenizer, detokenizer: Detokenizer, token_id: int, logprob: float, others: Alternatives) -> GeneratedToken:

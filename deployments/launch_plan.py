@@ -61,13 +61,13 @@ def make_plan(config: Path, overrides: Overrides) -> Plan:
     try:
         deploy = ServeDeploySchema.model_validate(tree)
     except ValidationError as error:
-        raise LaunchError(*_readable(config, error)) from error
+        raise LaunchError(*_readable(config, overrides, error)) from error
     application = _only_application(config, deploy)
     folder = config.resolve().parent
     try:
         args = ServerArgs.model_validate(_override(application.args, overrides, folder))
     except ValidationError as error:
-        raise LaunchError(*_readable(config, error)) from error
+        raise LaunchError(*_readable(config, overrides, error)) from error
     roots = [folder / root for root in args.adapters.local_roots]  # an absolute one stays as it is
     args = args.model_copy(update={"adapters": args.adapters.model_copy(update={"local_roots": roots})})
     return Plan(args, application.name, application.route_prefix or "/", deploy)
@@ -97,7 +97,12 @@ def _given(**values: object) -> dict[str, Any]:
     return {name: value for name, value in values.items() if value is not None}
 
 
-def _readable(config: Path, error: ValidationError) -> list[str]:
-    """One line a mistake, with the field's dotted name."""
+def _readable(config: Path, overrides: Overrides, error: ValidationError) -> list[str]:
+    """One line a mistake, with where it stands and the field's dotted name."""
     prefix = "args." if error.title == ServerArgs.__name__ else ""
-    return [f"{config}: {prefix}{'.'.join(str(part) for part in one['loc'])}: {one['msg']}" for one in error.errors()]
+    lines = []
+    for mistake in error.errors():
+        *_, field = mistake["loc"] or ("",)
+        where = config if getattr(overrides, str(field), None) is None else "on the command line"
+        lines.append(f"{where}: {prefix}{'.'.join(str(part) for part in mistake['loc'])}: {mistake['msg']}")
+    return lines

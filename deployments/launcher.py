@@ -21,6 +21,7 @@ from pathlib import Path
 
 import ray
 from ray import serve
+from ray.exceptions import RayError
 
 from loray.cluster.placement import total_cpus
 from loray.deployments.config import ServerArgs
@@ -111,6 +112,8 @@ def _init_ray(num_cpus: int) -> None:
         )
     except OSError as error:
         raise LaunchError(f"Ray can't start: {error}; it needs a HOME and a RAY_TMPDIR where files can be written") from error
+    except Exception as error:  # Ray's own have no other class, such as one for a node that did not start in time
+        raise LaunchError(f"Ray can't start: {' '.join(str(error).split())}") from error
 
 
 def _start(plan: Plan, signals: "_Signals") -> bool:
@@ -122,13 +125,16 @@ def _start(plan: Plan, signals: "_Signals") -> bool:
     except (ValueError, CheckpointError) as error:
         raise LaunchError(str(error)) from error
     deploy = plan.deploy
-    serve.start(
-        proxy_location=deploy.proxy_location,
-        http_options=deploy.http_options.model_dump(),
-        grpc_options=deploy.grpc_options.model_dump(),
-        logging_config=deploy.logging_config,
-    )
-    serve.run_many([target], wait_for_ingress_deployment_creation=False, wait_for_applications_running=False)
+    try:
+        serve.start(
+            proxy_location=deploy.proxy_location,
+            http_options=deploy.http_options.model_dump(),
+            grpc_options=deploy.grpc_options.model_dump(),
+            logging_config=deploy.logging_config,
+        )
+        serve.run_many([target], wait_for_ingress_deployment_creation=False, wait_for_applications_running=False)
+    except RayError as error:
+        raise LaunchError(f"Ray Serve can't start: {_reason(str(error))}; logs are in {_logs()}") from error
     checked = time.monotonic()
     while not signals.stop.wait(POLL_S):
         if _answers(f"{plan.url}/startup"):  # 404 from the proxy, and cheap, until there is an ingress

@@ -1,10 +1,11 @@
-"""How Serve's own proxy talks to the ingress replicas: chosen before Ray starts, for a cluster that runs has chosen already."""
+"""How Serve's own proxy starts and talks to the ingress replicas: chosen before Ray starts, for a cluster that runs has chosen already."""
 
 import os
 
 ENVIRONMENT = {
     "RAY_SERVE_PROXY_USE_GRPC": "1",  # instead of Ray's object streams, which cost half as much CPU again for each token
     "RAY_SERVE_REPLICA_GRPC_MAX_MESSAGE_LENGTH": str(2**31 - 1),  # an answer is one message; beyond Serve's 4 MiB it would be a 500
+    "RAY_SERVE_PROXY_READY_CHECK_TIMEOUT_S": "30",  # a machine that is busy takes longer than Serve's 5 s, and the proxy would be killed
 }
 
 

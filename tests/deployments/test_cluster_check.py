@@ -19,6 +19,9 @@ def test_what_fits_is_let_through() -> None:
     check([SMALL], device="cpu", tensor_parallel_size=3)
     check([SMALL, LARGE], device="cuda", tensor_parallel_size=4)
     check([SMALL, LARGE], device="cpu", kv_cache={"cpu_bytes": "400GiB"})
+    check([SMALL], device="cpu", driver={"min_replicas": 2, "max_replicas": 2})
+    check([{"CPU": 2.0}], device="cpu", driver={"min_replicas": 2, "max_replicas": 2})
+    check([LARGE, SMALL], device="cuda", tensor_parallel_size=2, driver={"min_replicas": 2, "max_replicas": 2})
 
 
 @pytest.mark.parametrize(
@@ -34,7 +37,7 @@ def test_what_fits_is_let_through() -> None:
         (
             [{"CPU": 1.75, "memory": 1e12}],
             {"device": "cpu", "tensor_parallel_size": 3},
-            "and their ingress need 2 CPUs, and the cluster has 1.75",
+            r"tensor_parallel_size: 1 driver\(s\) of 3 rank\(s\) and 1 ingress\(es\) need 2 CPUs, and the cluster has 1.75",
         ),
         (
             [SMALL],
@@ -43,6 +46,26 @@ def test_what_fits_is_let_through() -> None:
         ),
         ([SMALL], {"device": "cpu", "tensor_parallel_size": 3, "kv_cache": {"cpu_bytes": "6GiB"}}, r"kv_cache.cpu_bytes: 3 rank\(s\)"),
         ([], {"device": "cpu"}, "none has more than 0"),
+        (
+            [SMALL],
+            {"device": "cpu", "driver": {"min_replicas": 50, "max_replicas": 50}},
+            "driver.min_replicas: there is room for 2 .* not for 50",
+        ),
+        (
+            [SMALL, SMALL],
+            {"device": "cpu", "kv_cache": {"cpu_bytes": "9GiB"}, "driver": {"min_replicas": 3, "max_replicas": 3}},
+            "driver.min_replicas: there is room for 2 .* not for 3",
+        ),
+        (
+            [LARGE, SMALL],
+            {"device": "cuda", "tensor_parallel_size": 2, "driver": {"min_replicas": 3, "max_replicas": 3}},
+            "driver.min_replicas: there is room for 2",
+        ),
+        (
+            [SMALL],
+            {"device": "cpu", "ingress": {"min_replicas": 100, "max_replicas": 100}},
+            r"ingress.min_replicas: 1 driver\(s\) of 1 rank\(s\) and 100 ingress\(es\) need 25.75 CPUs, and the cluster has 2",
+        ),
     ],
 )
 def test_what_fits_nowhere_is_refused(nodes: list[Resources], args: dict[str, Any], words: str) -> None:

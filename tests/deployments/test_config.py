@@ -129,6 +129,12 @@ def test_relative_folders_count_from_the_file_and_those_of_the_command_line_from
     assert make_plan(path, Overrides(model="model")).args.model.id == str(here / "model")
 
 
+def test_a_mistake_on_the_command_line_is_not_blamed_on_the_file(tmp_path: Path) -> None:
+    path = write(tmp_path, {"tensor_parallel_size": 2})
+    with pytest.raises(LaunchError, match="^on the command line: args.tensor_parallel_size: "):
+        make_plan(path, Overrides(tensor_parallel_size=0))
+
+
 def test_every_mistake_is_one_line_with_the_dotted_name_of_its_field(tmp_path: Path) -> None:
     path = write(tmp_path, {"scheduler": {"max_batch_tokens": "many"}, "modle": {}})
     with pytest.raises(LaunchError) as refusal:

@@ -1,7 +1,7 @@
 import pytest
 
 from loray.deployments.adapters import Adapter, AdapterTable
-from loray.deployments.fair_shares import Leaving, num_slots, victim_of_arrival
+from loray.deployments.fair_shares import Leaving, num_slots, victim_of_arrival, victim_of_growth
 from tests.deployments.named_queue import NamedQueue
 
 NUM_PAGES = 16
@@ -96,3 +96,12 @@ def test_who_leaves_stops_at_once_only_if_it_can_come_back_and_loses_nothing(hin
     leaving = Leaving(15, table, [], [running], queue)
     assert leaving.make_room(starved, could_start=hindrance != "no slot") and leaving.adapters == {running.adapter}
     assert bool(leaving.hurried) == (hindrance == "none")
+
+
+def test_the_oldest_of_all_never_gives_its_blocks() -> None:
+    queue = NamedQueue()
+    running = [queue.start(queue.arrive(f"a{i}", "a")) for i in range(2)]
+    for sequence in running:
+        sequence.block_ids = [1, 2, 3]
+    assert victim_of_growth(running, queue) is running[1]
+    assert victim_of_growth(running[:1], queue) is None

@@ -40,6 +40,16 @@ def test_the_end_token_is_a_token_but_no_text() -> None:
     assert (token.id, token.text, token.is_special, pieces[-1].text) == (EOS_ID, "<|im_end|>", True, "")
 
 
+@pytest.mark.parametrize(
+    "token_id", [one for one in range(len(HF)) if HF.decode([one]).strip("\ufffd") and HF.decode([one])[-1] == "\ufffd"]
+)
+def test_what_stands_before_half_a_character_at_the_end_is_the_last_tokens(token_id: int) -> None:
+    token_ids = [*HF.encode("hello"), token_id]
+    _, pieces = generate(ScriptedBackend([[one] for one in token_ids], finish="length"))
+    texts = [token.text for piece in pieces for token in piece.tokens]
+    assert "".join(texts) == "".join(piece.text for piece in pieces) == HF.decode(token_ids).rstrip("\ufffd")
+
+
 def test_tokens_that_come_together_stay_together() -> None:
     token_ids = HF.encode("hello world")
     _, pieces = generate(ScriptedBackend([token_ids], finish="length"))
