@@ -119,7 +119,7 @@ class CausalLMRunner:
             failed_rows=self._sampling.failed(step.rows),
             alternatives=found.alternatives,
             prompt_logprobs={place: scores.logprobs for place, scores in prompts.items()},
-            prompt_alternatives={place: scores.alternatives for place, scores in prompts.items() if scores.alternatives},
+            prompt_alternatives={place: alternatives for place, scores in prompts.items() if (alternatives := scores.alternatives)},
         )
 
     def _admit(self, admission: Admission) -> None:

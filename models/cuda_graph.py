@@ -21,6 +21,7 @@ from loray.models.device_memory import fits
 from loray.models.layout import Layout
 from loray.models.progress import with_progress
 from loray.models.step import CapturedSteps
+from loray.models.to_device import upload
 
 logger = logging.getLogger("loray.graphs")
 CAPTURE_S = 60.0  # then no more are captured; steps of the sizes that are missing take the next larger ones
@@ -94,7 +95,7 @@ class DecodeGraphs:
         assert self._output is not None, "graphs are captured before they run"
         if layout.is_decode:
             return DecodeOutput(*(tensor[: len(layout.slots)] for tensor in self._output))
-        places = torch.from_numpy(layout.sample_tokens).to(self._output.token_ids.device, non_blocking=True)
+        places = upload(layout.sample_tokens, self._output.token_ids.device)
         return DecodeOutput(*(tensor[places] for tensor in self._output))
 
     def _size(self, layout: Layout) -> int | None:

@@ -9,6 +9,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from loray.models.step import Admission, Pooling, Row
+from loray.models.to_host import ToHost
 
 
 @dataclass(slots=True)
@@ -39,8 +40,10 @@ class Pooler:
             return rows
         return [msgspec.structs.replace(row, samples=False) if row.slot in self._pools else row for row in rows]
 
-    def pool(self, rows: list[Row], first_tokens: NDArray[np.int64], hidden: Tensor) -> list[list[float]]:
-        """The embeddings that are whole now, in the order of the rows. first_tokens: of each row, in hidden [num_tokens, hidden]."""
+    def pool(self, rows: list[Row], first_tokens: NDArray[np.int64], hidden: Tensor) -> ToHost:
+        """The embeddings that are whole now, [hidden] each, in the order of the rows.
+
+        first_tokens: of each row, in hidden [num_tokens, hidden]."""
         finished = []
         for row, first in zip(rows, first_tokens.tolist(), strict=True):
             pool = self._pools.get(row.slot)
@@ -51,6 +54,7 @@ class Pooler:
                 total = chunk.sum(0, dtype=torch.float32)
                 pool.total = total if pool.total is None else pool.total + total
             if row.samples:
-                finished.append(chunk[-1].float() if pool.total is None else pool.total / pool.num_tokens)
+                # It is read late, when others' hidden states are where these were.
+                finished.append(chunk[-1].to(torch.float32, copy=True) if pool.total is None else pool.total / pool.num_tokens)
                 del self._pools[row.slot]
-        return torch.stack(finished).tolist() if finished else []
+        return ToHost(*finished)

@@ -222,15 +222,15 @@ class Runner:
                 sampled.token_ids,
                 sampled.logprobs,
                 failed_loads,
-                embeddings,
+                [embedding.tolist() for embedding in embeddings.wait()],
                 load_time.seconds(),
                 failed_rows=self._sampling.failed(step.rows),
                 alternatives=sampled.alternatives,
                 prompt_logprobs={place: scores.logprobs for place, scores in prompts.items()},
-                prompt_alternatives={place: scores.alternatives for place, scores in prompts.items() if scores.alternatives},
+                prompt_alternatives={place: found for place, scores in prompts.items() if (found := scores.alternatives)},
             )
 
-        self._last, self._last_slots = Launched(fetch, lambda: drawn.tokens.is_done), {row.slot for row in step.rows}
+        self._last, self._last_slots = Launched(fetch, lambda: drawn.tokens.is_done and embeddings.is_done), {row.slot for row in step.rows}
         return self._last
 
     def _needs_last(self, step: Step) -> bool:
@@ -238,13 +238,13 @@ class Runner:
         bound = self._last_slots.intersection(admission.slot for admission in step.admissions if admission.sampling.grammar)
         return bool(bound) or self.grammars.holds(row.slot for row in step.rows if row.slot in self._last_slots)
 
-    def _compute(self, step: Step) -> tuple[Drawn, Layout, list[list[float]]]:
+    def _compute(self, step: Step) -> tuple[Drawn, Layout, ToHost]:
         """New tokens in the order of the layout's logits, and embeddings in the order of the rows."""
         assert self._kv_cache is not None, "a step came before allocate"
         self._extend(step, self._kv_cache)
         layout = lay_out(self._pooler.without_samples(step.rows), self._slots, self._block_size)
         if self._graphs is not None and self._is_plain(step.rows, layout) and self._graphs.can_run(layout):
-            drawn, embeddings = self._replay(layout, self._graphs), []
+            drawn, embeddings = self._replay(layout, self._graphs), ToHost()
         else:
             batch = self._planner.batch(layout)
             hidden = self._recorded.hidden(batch) if self._recorded else self._model.hidden(batch, self._kv_cache.layers)

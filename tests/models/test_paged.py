@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from loray.models import runner as runner_module
-from loray.models.decode_inputs import DecodeInputs
+from loray.models.decode_inputs import NUM_IN_TURN, DecodeInputs
 from loray.models.layout import lay_out
 from loray.models.slot_sampling import Drawn, Sampled, SlotSampling
 from loray.models.step import Admission, Row, Sampling, Step
@@ -100,7 +100,7 @@ def test_what_an_earlier_decode_left_in_the_buffers_does_not_show(base: Path) ->
     assert runner._table is not None
     inputs = DecodeInputs(8, runner._tokens, runner._table.blocks)
     runner._slots.runs[:4] = [((0, 8),), ((8, 24),), ((8, 24),), ()]
-    for rows in ([0, 1, 2, 3], [3, 1]):
+    for rows in (*[[0, 1, 2, 3]] * NUM_IN_TURN, [3, 1]):  # each of the buffers that take turns has had more
         layout = lay_out([Row(slot, 1, [], True) for slot in rows], runner._slots, 16)
         inputs.fill(layout, num_rows=4)
     segments = inputs._segments(4)

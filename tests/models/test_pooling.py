@@ -126,6 +126,23 @@ def test_a_generation_in_the_slot_of_a_finished_embedding_is_undisturbed(conduct
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("pooling", POOLINGS)
+def test_an_embedding_that_is_fetched_after_the_next_step_is_its_own(tmp_path: Path, pooling: Pooling) -> None:
+    conductor = Conductor(save_llama(tmp_path))
+    steps = [
+        Step(
+            number,
+            [],
+            [Admission(number, [number], [], 0, [], Sampling(), pooling)],
+            [Row(number, 1, conductor.blocks(number, 0, 1), True)],
+        )
+        for number in range(4)
+    ]
+    alone = [conductor.runner.launch(step).result().embeddings for step in steps]
+    launched = [conductor.runner.launch(step) for step in steps[:2]]
+    assert [one.result().embeddings for one in launched] == alone[:2] and alone[0] != alone[1]
+
+
 def test_two_ranks_give_the_embeddings_of_one(case: tuple[Path, Path]) -> None:
     for texts in run_ranks(2, embed_on_ranks, *case):
         assert_equals_transformers(texts, *case)

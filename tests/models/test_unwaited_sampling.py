@@ -10,8 +10,10 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from loray.models.grammar_masks import GrammarMasks
+from loray.models.pooler import Pooler
+from loray.models.prompt_logprobs import PromptLogprobs
 from loray.models.slot_sampling import SlotSampling
-from loray.models.step import Admission, Row, Sampling, Step
+from loray.models.step import Admission, Pooling, Row, Sampling, Step
 from tests.models.sampling_jobs import LARGE_VOCAB_SIZE, PLAIN
 
 
@@ -75,3 +77,22 @@ def test_only_grammars_and_watermarks_need_the_tokens_before() -> None:
     own = Step(2, [], [], [Row(len(PLAIN), 1, [], True)])
     anew = Step(3, [], [Admission(len(PLAIN), [1], [], 0, [], Sampling(temperature=1.0))], own.rows)
     assert [marked.needs_tokens(step) for step in (others, own, anew)] == [False, True, False]
+
+
+@pytest.mark.parametrize("pooling", ["mean", "last"])
+def test_an_embedding_is_fetched_when_it_is_asked_for(pooling: Pooling) -> None:
+    pooler = Pooler()
+    pooler.admit(Admission(0, [1, 2, 3], [], 0, [], Sampling(), pooling))
+    (embedding,) = pooler.pool([Row(0, 3, [0], True)], np.array([0]), torch.empty(3, 8, device="meta")).wait()
+    assert embedding.is_meta and embedding.shape == (8,)
+
+
+@pytest.mark.parametrize("num_alternatives", [0, 2])
+def test_log_probabilities_of_a_prompt_are_fetched_when_they_are_asked_for(num_alternatives: int) -> None:
+    prompts = PromptLogprobs()
+    sampling = Sampling(num_prompt_alternatives=num_alternatives)
+    prompts.admit(Admission(0, [1, 2, 3], [], 0, [], sampling, wants_prompt_logprobs=True))
+    prompts.add(0, torch.empty(2, 50, device="meta"))
+    prompts.add(0, torch.empty(1, 50, device="meta"))
+    ((_, scores),) = prompts.take([0])
+    assert all(tensor.is_meta for piece in scores.pieces for tensor in piece.wait())
