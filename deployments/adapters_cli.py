@@ -65,13 +65,12 @@ def run(options: argparse.Namespace) -> int:
 
 
 def _ask(options: argparse.Namespace) -> Any:
-    request = _request(options)
     try:
-        with urllib.request.urlopen(request, timeout=LOAD_S) as response:
+        with urllib.request.urlopen(_request(options), timeout=LOAD_S) as response:
             text = response.read()
     except urllib.error.HTTPError as error:
         raise AdminError(_reason(error)) from error
-    except (OSError, HTTPException, ValueError) as error:  # ValueError: a key that no header can hold
+    except (OSError, HTTPException, ValueError) as error:  # ValueError: an address or a key that can't be one
         raise AdminError(f"no answer from {options.url}: {getattr(error, 'reason', error)}") from error
     try:
         answer = json.loads(text)

@@ -10,7 +10,7 @@ requests was served is forgotten when all others have caught up.
 from collections import Counter, OrderedDict
 from collections.abc import Iterator, Mapping
 from heapq import heapify, heappop, heappush
-from itertools import islice
+from itertools import count, islice
 
 from loray.deployments.adapters import Adapter
 from loray.deployments.sequence import Sequence
@@ -42,7 +42,7 @@ class Line:
     def __init__(self, account: Account, adapter: Adapter | None, order: int) -> None:
         self.account = account
         self.adapter = adapter
-        self.order = order  # breaks ties: lower = here for longer
+        self.order = order  # breaks ties: that of the oldest sequence it ever had
         self.sequences: OrderedDict[Sequence, None] = OrderedDict()
         self.entry: Entry | None = None  # its live one; None = in no lane
 
@@ -51,7 +51,7 @@ class Line:
         return next(iter(self.sequences))
 
 
-Entry = tuple[float, int, Line]  # tokens served when it was made, order
+Entry = tuple[float, int, int, Line]  # tokens served when it was made, the line's order, and its own, which no other has
 
 
 class Lane:
@@ -59,21 +59,22 @@ class Lane:
 
     def __init__(self) -> None:
         self._heap: list[Entry] = []
+        self._numbers = count()
         self._passed: list[Entry] = []
         self._num_kept = 0  # entries when the dead were last removed
 
     def push(self, line: Line) -> None:
-        line.entry = (line.account.served, line.order, line)
+        line.entry = (line.account.served, line.order, next(self._numbers), line)
         heappush(self._heap, line.entry)
         if len(self._heap) > 2 * self._num_kept + MAX_DEAD_ENTRIES:
-            self._heap = [entry for entry in self._heap if entry[2].entry is entry]
+            self._heap = [entry for entry in self._heap if entry[-1].entry is entry]
             heapify(self._heap)
             self._num_kept = len(self._heap)
 
     def front(self) -> Entry | None:
         while self._heap:
             entry = self._heap[0]
-            line = entry[2]
+            line = entry[-1]
             if line.entry is entry and entry[0] == line.account.served:
                 return entry
             heappop(self._heap)
@@ -87,7 +88,7 @@ class Lane:
 
     def restore(self) -> None:
         for entry in self._passed:
-            if entry[2].entry is entry:
+            if entry[-1].entry is entry:
                 heappush(self._heap, entry)
         self._passed.clear()
 
@@ -106,7 +107,6 @@ class FairQueue:
         self._loading: dict[Line, None] = {}  # in the order in which they were found to be
         self._held: dict[Sequence, None] = {}  # whose grammars the ranks don't have yet: in no line, where they would hold others up
         self._num_waiting = 0  # in lines
-        self._num_lines = 0  # ever made
 
     def __len__(self) -> int:
         """Sequences that wait."""
@@ -159,7 +159,11 @@ class FairQueue:
     def put_back(self, sequence: Sequence) -> None:
         """It runs no longer, and waits ahead of those of its version that came later."""
         self._insert(sequence)
-        self._accounts[account_name(sequence.adapter)].lines[sequence.adapter].sequences.move_to_end(sequence, last=False)
+        line = self._accounts[account_name(sequence.adapter)].lines[sequence.adapter]
+        line.sequences.move_to_end(sequence, last=False)
+        line.order = min(line.order, sequence.arrival)  # it comes back before versions that came after it
+        if line.entry:
+            self._lane_of(line).push(line)
         self._stop(sequence)
 
     def forget(self, sequence: Sequence) -> None:
@@ -206,7 +210,7 @@ class FairQueue:
         self._is_outside_shown = True
         shown: set[Sequence] = set()
         while fronts := [(entry, lane) for lane in self._lanes() if (entry := lane.front())]:
-            (_, _, line), lane = min(fronts, key=lambda front: front[0])
+            (*_, line), lane = min(fronts, key=lambda front: front[0][:2])
             if self._lane_of(line) is not lane:
                 self._lane_of(line).push(line)
             elif lane is self._outside and line.adapter and not line.adapter.is_ready:
@@ -221,6 +225,10 @@ class FairQueue:
     def skip_outside(self) -> None:
         """Show no more of those whose adapter is outside the pool, in this iteration."""
         self._is_outside_shown = False
+
+    def has_other_version(self, adapter: Adapter) -> bool:
+        """Whether sequences of another version wait."""
+        return any(version is not adapter for version in self._accounts[account_name(adapter)].lines)
 
     def idle_held(self) -> list[Adapter]:
         """Adapters in the pool all of whose sequences wait for their grammars."""
@@ -251,8 +259,7 @@ class FairQueue:
         account = self._accounts[account_name(sequence.adapter)]
         line = account.lines.get(sequence.adapter)
         if line is None:
-            line = account.lines[sequence.adapter] = Line(account, sequence.adapter, self._num_lines)
-            self._num_lines += 1
+            line = account.lines[sequence.adapter] = Line(account, sequence.adapter, sequence.arrival)
             self._lane_of(line).push(line)
         line.sequences[sequence] = None
         account.num_waiting += 1

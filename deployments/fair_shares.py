@@ -9,6 +9,7 @@ Turns alone (fair_queue.py) are not fair while a flood of long sequences holds a
 - Rank pages, to the adapters that find none: from those ahead of them by more than a full step's tokens, the most served first, each
   for one of those that wait. Nothing more of theirs is admitted, and they leave the pool when their last sequence stops running;
   nothing is computed twice. They leave at the same time: one after another, the last in a long line would wait for all of them.
+  Versions of one adapter have one account, so none is ahead of another: one that waits has those in the pool leave.
   Answers may be long, so for one that could start right away two kinds stop at once and are recomputed later: who has most of the
   pool, and those for whose pages one waits that has at least as many already, which stand empty meanwhile. But only when each of
   their sequences has sampled as many tokens as its start has cost: no more is recomputed than is gained.
@@ -75,29 +76,35 @@ class Leaving:
         # The next is the last: who is on the way out already, then who was served most.
         self._others = sorted(self._served, key=lambda adapter: (adapter in were_leaving, self._served[adapter]))
 
-    def make_room(self, starved: Sequence, could_start: bool) -> bool:
+    def make_room(self, starved: Sequence, num_missing_blocks: int) -> bool:
         """For one more waiting sequence's adapter: of those more than `lead` ahead of it, as many as it takes. Whether there was one.
 
-        could_start: nothing but pages keeps it from starting."""
+        num_missing_blocks: more than are free must come free before it can start."""
         assert starved.adapter, "the base model needs no pages"
         num_kept, self._num_kept = self._num_kept, 0
         num_missing = starved.adapter.num_pages - num_kept
         leaving: list[Adapter] = []
-        ahead = [adapter for adapter in self._others if self._served[adapter] > self._queue.served(starved) + self._lead]
+        account, lead = account_name(starved.adapter), self._queue.served(starved) + self._lead
+        ahead = [adapter for adapter in self._others if self._served[adapter] > lead or account_name(adapter) == account]
         while ahead and num_missing > sum(adapter.num_pages for adapter in leaving):
             leaving.append(ahead.pop())
             self._others.remove(leaving[-1])
         num_leaving = sum(adapter.num_pages for adapter in leaving)
         is_long = num_missing <= num_kept or any(2 * adapter.num_pages > self._table.num_pages for adapter in leaving)
-        if could_start and num_missing <= num_leaving and is_long and self._may_stop(leaving):
+        if num_missing <= num_leaving and is_long and self._may_stop(leaving, num_missing_blocks):
             self.hurried.update(leaving)
         self.adapters.update(leaving)
         return bool(leaving)
 
-    def _may_stop(self, adapters: Collection[Adapter]) -> bool:
-        """Whether they can come back, in spite of all pins and with the same files, and nothing of theirs would be lost by it."""
-        can_return = all(adapter.is_ready and self._table.could_place(adapter) for adapter in adapters)
-        return can_return and all(sequence.num_owed <= 0 for sequence in self._running if sequence.adapter in adapters)
+    def _may_stop(self, adapters: Collection[Adapter], num_missing_blocks: int) -> bool:
+        """Whether it would help, nothing would be lost by it, and they can come back: with the same files, in spite of all pins, and
+        before no other version that is asked for now."""
+        can_return = all(
+            adapter.is_ready and self._table.could_place(adapter) and not self._queue.has_other_version(adapter) for adapter in adapters
+        )
+        sequences = [sequence for sequence in self._running if sequence.adapter in adapters]
+        has_blocks = num_missing_blocks <= sum(len(sequence.block_ids) for sequence in sequences)
+        return can_return and has_blocks and all(sequence.num_owed <= 0 for sequence in sequences)
 
 
 def _shares(running: Iterable[Sequence], held: Held, queue: FairQueue) -> dict[str, float]:

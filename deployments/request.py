@@ -52,7 +52,7 @@ class AdapterTemplate(msgspec.Struct, frozen=True):
 
     @property
     def mark(self) -> TemplateMark:
-        return TemplateMark(self.version, blake2b(self.text.encode(), digest_size=8).hexdigest())
+        return TemplateMark(self.version, blake2b(self.text.encode(errors="surrogatepass"), digest_size=8).hexdigest())
 
 
 class GenerationRequest(msgspec.Struct, frozen=True, kw_only=True):

@@ -195,7 +195,8 @@ class Scheduler:
             elif self.adapters.could_place(adapter):
                 leaving = leaving or Leaving(self._max_batch_tokens, self.adapters, were_leaving, self.running, self.waiting)
                 self._leaving, self._hurried = leaving.adapters, leaving.hurried
-                if not leaving.make_room(sequence, could_start=self._fits(sequence, self._prefills(), [])):
+                num_needed = self._prefixes.num_wanted(sequence) + self._num_reserved(self._prefills())
+                if not leaving.make_room(sequence, num_needed - self.blocks.num_free):
                     self.waiting.skip_outside()
 
     def _displace_idle(self, adapter: Adapter) -> bool:
@@ -208,7 +209,7 @@ class Scheduler:
         return True
 
     def _displace(self, adapter: Adapter) -> None:
-        self.adapters.discard(adapter)
+        self.adapters.discard(adapter, is_begun=any(sequence.adapter is adapter for sequence in self._preempted))
         self.has_displaced = True
 
     def _hurry(self) -> None:

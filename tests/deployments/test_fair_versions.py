@@ -1,0 +1,45 @@
+"""Versions of one adapter, which are served as one: each has its turn in the pool."""
+
+import pytest
+
+from tests.deployments.named_queue import NamedQueue
+from tests.deployments.simulated_rank import greedy
+from tests.deployments.stepped_scheduler import Server
+from tests.deployments.traffic import output_of
+
+
+@pytest.mark.parametrize("flood", ["a2", "b"])
+def test_answers_of_a_version_that_was_replaced_end_whatever_else_is_asked(flood: str) -> None:
+    server, number = Server(num_blocks=4000, num_pages=1, max_batch_tokens=32, max_running=4), 0
+    begun = [server.add_version("a", "a1", [number], 200) for number in range(2)]
+    for _ in range(20):
+        server.turn()
+    for _ in range(900):
+        if server.scheduler.waiting.num_waiting_of("a") + server.scheduler.waiting.num_waiting_of("b") < 6:
+            number += 1
+            server.add_version(flood[0], flood, [number], 5)
+            server.add_version("a", "a2", [number], 5)
+        server.turn()
+    assert [output_of(sequence) for sequence in begun] == [greedy("a1", [number], 200) for number in range(2)]
+
+
+def test_of_two_versions_that_are_asked_for_each_has_its_turn() -> None:
+    server, done = Server(num_blocks=400, num_pages=1, max_batch_tokens=16), {"a1": 0, "a2": 0}
+    asked = {version: server.add_version("a", version, [1], 10) for version in done}
+    for _ in range(300):
+        server.turn()
+        for version, sequence in asked.items():
+            if sequence.is_finished:
+                done[version] += 1
+                asked[version] = server.add_version("a", version, [done[version]], 10)
+    assert min(done.values()) > 8, done
+
+
+def test_one_that_gave_way_brings_its_version_before_those_that_came_after_it() -> None:
+    queue = NamedQueue()
+    first = queue.start(queue.arrive("first", "a.1"))
+    queue.arrive("newer", "a.2")
+    queue.arrive("last", "a.1")
+    assert queue.names() == ["newer", "last"]
+    queue.put_back(first)
+    assert queue.names() == ["first", "newer"]
