@@ -133,29 +133,33 @@ class UrlSource:
         return is_plain and not bucket.endswith("--x-s3")
 
     def _system(self, scheme: str) -> Any:
+        kind = _kind(scheme)  # its library is read from disk, which counts as nobody's silence
         with self._making:
             made = self._systems.get(scheme)
             if made is None or (made.done() and made.exception()):
                 # in a thread: the search for credentials may ask servers that never answer
-                made = self._systems[scheme] = self._makers.submit(self._make, scheme)
+                made = self._systems[scheme] = self._makers.submit(self._make, scheme, kind)
         return made.result(ANSWER_S)
 
-    def _make(self, scheme: str) -> Any:
+    def _make(self, scheme: str, kind: Any) -> Any:
         options = dict(self._options.get(scheme, {}))
         if scheme in HTTP_SCHEMES:
             client = {"timeout": HTTP_TIMEOUT, **options.get("client_kwargs", {}), "middlewares": (_guard(self._is_allowed),)}
             options["client_kwargs"] = client
             options["headers"] = {**options.get("headers", {}), "Accept-Encoding": "identity"}
         if scheme == "gs":
-            # not gcsfs's default: that asks for the bucket's kind over gRPC first, a minute for each file where an endpoint has none
-            from gcsfs.core import GCSFileSystem
-
             options.setdefault("requests_timeout", HTTP_TIMEOUT)
-            kind = GCSFileSystem
-        else:
-            kind = fsspec.get_filesystem_class(scheme)
         # not fsspec's shared instance: those of others have other credentials
         return kind(skip_instance_cache=True, use_listings_cache=False, **options)
+
+
+def _kind(scheme: str) -> Any:
+    if scheme == "gs":
+        # not gcsfs's default: that asks for the bucket's kind over gRPC first, a minute for each file where an endpoint has none
+        from gcsfs.core import GCSFileSystem
+
+        return GCSFileSystem
+    return fsspec.get_filesystem_class(scheme)
 
 
 class _Limit(Callback):

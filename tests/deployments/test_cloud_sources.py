@@ -4,6 +4,7 @@ import base64
 import hashlib
 import socket
 import threading
+import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import partial
@@ -189,6 +190,19 @@ def test_a_storage_that_does_not_answer_is_not_waited_for(scheme: str, monkeypat
             source.describe(Place(scheme, f"{scheme}://bucket/a"), "")
         silent.settimeout(10)
         silent.accept()[0].close()  # it was asked
+
+
+def test_the_time_that_a_library_takes_to_import_is_not_the_storages(monkeypatch: pytest.MonkeyPatch) -> None:
+    find = url_source.fsspec.get_filesystem_class
+
+    def find_slowly(scheme: str) -> Any:
+        time.sleep(0.2)
+        return find(scheme)
+
+    monkeypatch.setattr(url_source.fsspec, "get_filesystem_class", find_slowly)
+    monkeypatch.setattr(url_source, "ANSWER_S", 0.1)
+    source = UrlSource(["az://bucket"], {"az": OPTIONS["az"]("http://127.0.0.1:1")})
+    assert source._system("az").protocol
 
 
 def test_a_long_search_for_credentials_holds_up_no_other_source(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
