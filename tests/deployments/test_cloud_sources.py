@@ -196,11 +196,11 @@ def test_the_time_that_a_library_takes_to_import_is_not_the_storages(monkeypatch
     find = url_source.fsspec.get_filesystem_class
 
     def find_slowly(scheme: str) -> Any:
-        time.sleep(0.2)
+        time.sleep(1.2)
         return find(scheme)
 
     monkeypatch.setattr(url_source.fsspec, "get_filesystem_class", find_slowly)
-    monkeypatch.setattr(url_source, "ANSWER_S", 0.1)
+    monkeypatch.setattr(url_source, "ANSWER_S", 1)
     source = UrlSource(["az://bucket"], {"az": OPTIONS["az"]("http://127.0.0.1:1")})
     assert source._system("az").protocol
 
