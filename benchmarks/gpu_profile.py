@@ -30,7 +30,7 @@ class Decoding:
         self.runner.allocate(max_running * 64, POOL_PAGES)
         self._step_id = 0
 
-    def begin(self, case: Case) -> None:
+    def begin(self, case: Case, sampling: Sampling | None = None) -> None:
         pages: list[list[int]] = []
         for name in case.names:
             rank = json.loads((self._adapters / name / "adapter_config.json").read_text())["r"]
@@ -38,7 +38,8 @@ class Decoding:
             pages.append(list(range(first, first + -(-rank // 8))))
         loads = [AdapterLoad(str(self._adapters / name), page_ids) for name, page_ids in zip(case.names, pages, strict=True)]
         prompt = list(range(100, 100 + NUM_PROMPT))
-        admissions = [Admission(i, prompt, [], 0, pages[i % len(pages)] if pages else [], Sampling()) for i in range(case.rows)]
+        sampling = sampling or Sampling()
+        admissions = [Admission(i, prompt, [], 0, pages[i % len(pages)] if pages else [], sampling) for i in range(case.rows)]
         blocks = [list(range(64 * i, 64 * (i + 1))) for i in range(case.rows)]
         self._run(Step(0, loads, admissions, [Row(i, NUM_PROMPT, blocks[i], True) for i in range(case.rows)]))
         self._rows = [Row(i, 1, [], True) for i in range(case.rows)]

@@ -29,6 +29,10 @@ def greedy(logits: Tensor) -> tuple[Tensor, Tensor]:
 
 def most_and_total(logits: Tensor) -> tuple[Tensor, Tensor]:
     """argmax(logits), int64, anything where there is NaN, and logsumexp(logits), [num_rows] each. logits [num_rows, vocab_size] float32."""
+    if logits.is_cuda:
+        from loray.kernels.greedy_triton import most_and_total as on_gpu
+
+        return on_gpu(logits)
     if native.serves(logits.device, logits.dtype):
         return native.most_and_total(logits)
     return logits.argmax(-1), logits.logsumexp(-1)

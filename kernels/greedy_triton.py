@@ -19,13 +19,24 @@ def greedy(logits: Tensor) -> tuple[Tensor, Tensor]:
 
     logits [num_rows, vocab_size]. NaN counts as minus infinity for the argmax; it and infinities may leave no log-probability.
     """
+    tokens, logprobs, _ = _reduce(logits)
+    return tokens, logprobs
+
+
+def most_and_total(logits: Tensor) -> tuple[Tensor, Tensor]:
+    """argmax(logits), int64, and logsumexp(logits), float32, [num_rows] each."""
+    tokens, _, totals = _reduce(logits)
+    return tokens, totals
+
+
+def _reduce(logits: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     num_rows, vocab_size = logits.shape
     assert logits.stride(1) == 1, "rows are contiguous"
     num_chunks = triton.cdiv(vocab_size, CHUNK)
     found = torch.empty(2, num_rows, num_chunks, dtype=torch.float32, device=logits.device)  # largest, sum of exp(x - largest)
     found_ids = torch.empty(num_rows, num_chunks, dtype=torch.int32, device=logits.device)
     tokens = torch.empty(num_rows, dtype=torch.int64, device=logits.device)
-    logprobs = torch.empty(num_rows, dtype=torch.float32, device=logits.device)
+    logprobs, totals = torch.empty(2, num_rows, dtype=torch.float32, device=logits.device)
     _chunk_kernel[(num_rows, num_chunks)](
         *(logits, found[0], found[1], found_ids, logits.stride(0), vocab_size),
         BLOCK_C=CHUNK,
@@ -33,13 +44,13 @@ def greedy(logits: Tensor) -> tuple[Tensor, Tensor]:
         **LINKED,
     )
     _row_kernel[(num_rows,)](
-        *(found[0], found[1], found_ids, tokens, logprobs, num_chunks),
+        *(found[0], found[1], found_ids, tokens, logprobs, totals, num_chunks),
         LOWEST=LOWEST_LOGPROB,
         BLOCK_C=triton.next_power_of_2(num_chunks),
         num_warps=1,
         **LINKED,
     )
-    return tokens, logprobs
+    return tokens, logprobs, totals
 
 
 @triton.jit
@@ -64,9 +75,9 @@ def _chunk_kernel(  # type: ignore[no-untyped-def]
 
 @triton.jit
 def _row_kernel(  # type: ignore[no-untyped-def]
-    largest, exp_sums, ids, tokens, logprobs, num_chunks, LOWEST: tl.constexpr, BLOCK_C: tl.constexpr
+    largest, exp_sums, ids, tokens, logprobs, totals, num_chunks, LOWEST: tl.constexpr, BLOCK_C: tl.constexpr
 ):
-    """Of one row: the first of its chunks' ids with the largest number, and -log(sum of exp(x - largest))."""
+    """Of one row: the first of its chunks' ids with the largest number, -log(sum of exp(x - largest)), and log(sum of exp(x))."""
     wait_for_earlier()
     row = tl.program_id(0).to(tl.int64)
     chunk = tl.arange(0, BLOCK_C)
@@ -82,3 +93,4 @@ def _row_kernel(  # type: ignore[no-untyped-def]
     is_finite = tl.abs(logprob) < float("inf")  # false for NaN
     tl.store(tokens + row, best.to(tl.int64))
     tl.store(logprobs + row, tl.where(is_finite, logprob, LOWEST))
+    tl.store(totals + row, base - logprob)

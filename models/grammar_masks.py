@@ -9,9 +9,9 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
+from loray.kernels.drawing import NEVER
 from loray.models.compiled_grammars import CompiledGrammars
 from loray.models.model_folder import CheckpointError
-from loray.models.sampler import NEVER
 from loray.models.step import RowFailure
 
 if TYPE_CHECKING:  # imported when the first grammar comes: few servers see one

@@ -1,18 +1,14 @@
 """Draws the next token of each row from its scores. A row's token depends on its own scores, seed and position, never on its neighbours."""
 
 import numpy as np
-import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from loray.kernels.drawing import NEVER, draw, kept
 from loray.kernels.greedy import finite, most_and_total
-from loray.kernels.noise import gumbel_noise
 from loray.models.to_device import to_device
 
-FIRST_TOKENS = 1024  # that are looked at for top-p before the whole vocabulary is
-MAX_ORDERED = 64  # rows whose whole vocabulary a GPU sorts at once: that takes some ten times the memory of their scores
 LOWEST_TEMPERATURE = 1e-6  # below it the softmax is one-hot, and logits / temperature might overflow
-NEVER = float("-inf")
 
 SAMPLING_ROW = np.dtype(
     [
@@ -43,7 +39,7 @@ def sample(logits: Tensor, rows: SamplingRows, scores: Tensor | None = None) -> 
     tokens, totals = most_and_total(logits)
     scores = logits if scores is None else scores
     if scores is not logits:
-        tokens = scores.argmax(-1)
+        tokens, _ = most_and_total(scores)
     is_random = rows["temperature"] > LOWEST_TEMPERATURE
     if is_random.any():
         (places,) = to_device(scores.device, is_random.nonzero()[0])
@@ -59,85 +55,26 @@ def most_probable(logits: Tensor, num_tokens: int) -> tuple[Tensor, Tensor]:
 
 
 def _sample_random(scores: Tensor, rows: SamplingRows) -> Tensor:
-    """Gumbel-max: the largest of score + noise is a draw from the softmax."""
-    is_filtered = (rows["top_k"] > 0) | (rows["top_p"] < 1)
     is_typical = rows["typical_p"] < 1
-    known = rows["temperature"], noise_keys(rows["seed"], rows["position"]), is_filtered.nonzero()[0], is_typical.nonzero()[0]
-    temperature, keys, filtered, typical = to_device(scores.device, *known)
-    scores = scores / temperature[:, None]
-    if len(filtered):
-        some = scores[filtered]
-        scores[filtered] = some.masked_fill(some < _threshold(some, rows[is_filtered]), NEVER)
-    if len(typical):
-        scores[typical] = _typical(scores[typical], rows[is_typical])
-    return scores.add_(gumbel_noise(keys, scores.shape[1])).argmax(-1)
+    if is_typical.any():
+        scores, rows = _with_typical(scores, rows, is_typical)
+    limits = rows["temperature"], rows["top_k"], rows["top_p"], noise_keys(rows["seed"], rows["position"])
+    return draw(scores, *to_device(scores.device, *limits))
 
 
-def _threshold(scores: Tensor, rows: SamplingRows) -> Tensor:
-    """[num_rows, 1] the smallest score that stays: top-k first, then top-p of what is left, as transformers does it."""
-    vocab_size = scores.shape[1]
-    top_k = np.where(rows["top_k"] > 0, np.minimum(rows["top_k"], vocab_size), vocab_size)
-    find = _threshold_asked if scores.device.type == "cpu" else _threshold_unasked
-    return find(scores, top_k, rows["top_p"])
-
-
-def _threshold_asked(scores: Tensor, top_k: NDArray[np.int64], top_p: NDArray[np.float32]) -> Tensor:
-    """Few tokens have most of the mass, so the whole vocabulary is put in order only for rows where they have not."""
-    limits = [limit[:, None] for limit in to_device(scores.device, top_k, top_p)]
-    threshold, is_enough = _threshold_among(scores, _falling(scores, FIRST_TOKENS), *limits)
-    if not is_enough.all():
-        places = (~is_enough).nonzero()[:, 0]
-        some = scores[places]
-        threshold[places], _ = _threshold_among(some, _falling(some, scores.shape[1]), *(limit[places] for limit in limits))
-    return threshold
-
-
-def _threshold_unasked(scores: Tensor, top_k: NDArray[np.int64], top_p: NDArray[np.float32]) -> Tensor:
-    """The same without a look at what the scores are, for which the host would wait: the whole vocabulary is put in order for rows where
-    that might be needed."""
-    is_short = top_k <= FIRST_TOKENS
-    short, long, *limits = to_device(scores.device, is_short.nonzero()[0], (~is_short).nonzero()[0], top_k[:, None], top_p[:, None])
-    threshold = scores.new_empty(len(scores), 1)
-    if len(short):
-        some = scores[short]
-        threshold[short], _ = _threshold_among(some, _falling(some, FIRST_TOKENS), *(limit[short] for limit in limits))
-    for first in range(0, len(long), MAX_ORDERED):
-        places = long[first : first + MAX_ORDERED]
-        threshold[places] = _threshold_in_order(scores[places], *(limit[places] for limit in limits))
-    return threshold
-
-
-def _threshold_in_order(scores: Tensor, top_k: Tensor, top_p: Tensor) -> Tensor:
-    """[num_rows, 1]. What the first tokens tell counts where they do: by another sum a token at the edge might fall out."""
-    ordered = _falling(scores, scores.shape[1])
-    threshold, is_enough = _threshold_among(scores, ordered[:, :FIRST_TOKENS], top_k, top_p)
-    return torch.where(is_enough[:, None], threshold, _threshold_among(scores, ordered, top_k, top_p)[0])
-
-
-def _falling(scores: Tensor, num_tokens: int) -> Tensor:
-    """[num_rows, num_tokens], the largest scores; all of them where there are no more."""
-    if num_tokens < scores.shape[1]:
-        return scores.topk(num_tokens).values
-    return scores.sort(descending=True).values
-
-
-def _threshold_among(scores: Tensor, ordered: Tensor, top_k: Tensor, top_p: Tensor) -> tuple[Tensor, Tensor]:
-    """The threshold, [num_rows, 1], as far as the most probable tokens tell, and whether they do, [num_rows].
-
-    ordered: [num_rows, num_tokens] their scores, falling; top_k, at most vocab_size, and top_p: [num_rows, 1].
-    """
-    num_tokens, vocab_size = ordered.shape[1], scores.shape[1]
-    is_beyond_k = torch.arange(num_tokens, device=scores.device) >= top_k
-    ordered = ordered.masked_fill(is_beyond_k, NEVER)
-    all_scores = ordered.logsumexp(-1, keepdim=True)
-    if num_tokens < vocab_size:
-        all_scores = torch.where(top_k <= num_tokens, all_scores, scores.logsumexp(-1, keepdim=True))
-    probs = (ordered - all_scores).exp()
-    mass_before = probs.cumsum(-1) - probs
-    is_dropped = is_beyond_k | (mass_before >= top_p)
-    num_kept = (~is_dropped).sum(-1, keepdim=True).clamp_(min=1)
-    is_enough = (top_k <= num_tokens) | ((top_k == vocab_size) & (num_kept < num_tokens))
-    return ordered.gather(1, num_kept - 1), is_enough.squeeze(1)
+def _with_typical(scores: Tensor, rows: SamplingRows, is_typical: NDArray[np.bool_]) -> tuple[Tensor, SamplingRows]:
+    """The same with typical tokens alone, in rows that want them, and nothing left to be done to those but the draw."""
+    some = rows[is_typical]
+    places, temperature, *limits = to_device(
+        scores.device, is_typical.nonzero()[0], *(some[name] for name in ("temperature", "top_k", "top_p"))
+    )
+    chosen = scores[places] / temperature[:, None]
+    if ((some["top_k"] > 0) | (some["top_p"] < 1)).any():
+        chosen = kept(chosen, *limits)
+    rows = rows.copy()
+    for name, off in (("temperature", 1), ("top_k", 0), ("top_p", 1)):
+        rows[name][is_typical] = off
+    return scores.index_copy(0, places, _typical(chosen, some)), rows
 
 
 def _typical(scores: Tensor, rows: SamplingRows) -> Tensor:

@@ -10,10 +10,11 @@ import numpy as np
 from numpy.typing import NDArray
 from torch import Tensor
 
+from loray.kernels.drawing import NEVER
 from loray.models.grammar_masks import GrammarMasks
 from loray.models.parallel import Parallel
 from loray.models.penalties import penalise
-from loray.models.sampler import LOWEST_TEMPERATURE, NEVER, SAMPLING_ROW, SamplingRows, most_probable, sample
+from loray.models.sampler import LOWEST_TEMPERATURE, SAMPLING_ROW, SamplingRows, most_probable, sample
 from loray.models.step import Admission, Alternatives, Row, RowFailure, Sampling, Step
 from loray.models.to_device import to_device
 from loray.models.to_host import ToHost

@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from loray.kernels.greedy import finite, greedy
+from loray.kernels.greedy import finite, greedy, most_and_total
 from tests.kernels.triton_marks import ALL_BACKENDS, DEVICES, DTYPES, IS_INTERPRETED, framed
 
 INF, NAN = float("inf"), float("nan")
@@ -54,6 +54,20 @@ def test_every_logprob_is_finite_and_nan_never_wins(backend: str) -> None:
     tokens, logprobs = greedy_of(backend, logits)
     assert tokens.tolist() == [0, 0, 4500, 4999, 4321, 4998]
     assert logprobs.tolist() == [LOWEST, LOWEST, 0.0, LOWEST, LOWEST, 0.0]
+
+
+@pytest.mark.parametrize("backend", ALL_BACKENDS)
+def test_the_total_is_the_logsumexp_of_torch(backend: str) -> None:
+    _, logits = framed(30 * torch.randn(3, 9000), "cpu")
+    logits = logits.to(DEVICES[backend])
+    if backend != "triton" or not IS_INTERPRETED:
+        tokens, totals = most_and_total(logits)
+    else:
+        from loray.kernels import greedy_triton
+
+        tokens, totals = greedy_triton.most_and_total(logits)
+    assert torch.equal(tokens, logits.argmax(-1))
+    torch.testing.assert_close(totals.double(), logits.double().logsumexp(-1))
 
 
 @pytest.mark.parametrize("backend", ALL_BACKENDS)

@@ -14,6 +14,7 @@ from loray.kernels.noise import gumbel_noise
 from loray.models.hosted_model import HostedOptions
 from loray.models.sampler import noise_keys
 from loray.models.step import Sampling
+from tests.models import tiny_llama
 from tests.models.conductor import Conductor, Request, prompt_of
 from tests.models.families import FAMILIES, Adapter, random_model, save_adapter, save_family
 from tests.models.group_of_one import group_of_one
@@ -56,6 +57,21 @@ def test_prompts_that_no_graph_has_room_for_give_the_tokens_of_the_cpu(
         for rank, pages in PAGES.items():
             conductor.load(adapters[rank], pages)
         outputs.append(conductor.play(requests, chunk, stagger))
+    for expected, found in zip(*outputs, strict=True):
+        assert found.token_ids == expected.token_ids
+        assert found.logprobs == pytest.approx(expected.logprobs, abs=1e-3)
+
+
+def test_more_ranks_than_a_graph_has_room_for_give_the_tokens_of_the_cpu(base: Path, adapters: dict[int, Path], tmp_path: Path) -> None:
+    large = tiny_llama.save_adapter(base, tmp_path / "large", std=0.05, r=264, lora_alpha=264)
+    pages = list(range(33))
+    requests = [Request(prompt_of(5 + 9 * i, seed=i), page_ids) for i, page_ids in enumerate((pages, [], [40], pages))]
+    outputs = []
+    for device in ("cpu", "cuda"):
+        conductor = Conductor(base, device=device, num_pages=48)
+        conductor.load(large, pages)
+        conductor.load(adapters[4], [40])
+        outputs.append(conductor.play(requests, stagger=1))
     for expected, found in zip(*outputs, strict=True):
         assert found.token_ids == expected.token_ids
         assert found.logprobs == pytest.approx(expected.logprobs, abs=1e-3)

@@ -8,8 +8,7 @@ import torch
 from transformers import LogitsProcessorList, TemperatureLogitsWarper, TopKLogitsWarper, TopPLogitsWarper, TypicalLogitsWarper
 
 from loray.kernels.noise import gumbel_noise
-from loray.models import sampler
-from loray.models.sampler import LOWEST_TEMPERATURE, SAMPLING_ROW, SamplingRows, _threshold, most_probable, noise_keys, sample
+from loray.models.sampler import LOWEST_TEMPERATURE, SAMPLING_ROW, SamplingRows, most_probable, noise_keys, sample
 
 KEYS = [[1949917470, 1581361928], [-2138990865, -1196529408]]
 NOISE = [[0.036407, -0.821784, -1.520399], [2.470142, 0.867853, -0.957936]]
@@ -79,37 +78,6 @@ def test_filters_keep_exactly_what_transformers_keeps(top_k: int, top_p: float) 
     assert set(token_ids.tolist()) <= set(expected.isfinite().nonzero().flatten().tolist())
     likely = (expected.softmax(-1) > 0.01).nonzero().flatten().tolist()
     assert set(likely) <= set(token_ids.tolist())
-
-
-@pytest.mark.parametrize("spread", [0.01, 1.0, 6.0])
-@pytest.mark.parametrize(("top_k", "top_p"), [(0, 0.5), (0, 0.999), (40, 0.9), (2000, 0.7), (1024, 0.9), (4999, 0.99)])
-def test_the_threshold_of_a_large_vocabulary_is_that_of_transformers(top_k: int, top_p: float, spread: float) -> None:
-    """Flat ones need the whole order, steep ones only its beginning."""
-    logits = torch.randn(3, 5000, generator=torch.Generator().manual_seed(2)) * spread
-    expected = TopKLogitsWarper(top_k)(None, logits) if top_k else logits
-    expected = TopPLogitsWarper(top_p)(None, expected).isfinite().sum(-1)
-    kept = (logits >= _threshold(logits, rows_of(3, 1.0, top_k, top_p))).sum(-1)
-    assert (kept - expected).abs().max() <= 2  # where the mass is reached but for rounding
-
-
-@pytest.mark.parametrize("vocab_size", [60, 1024, 1025, 3000])
-def test_who_does_not_look_at_the_scores_finds_the_same_threshold(vocab_size: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """As on a GPU, where a look would be waited for. Some rows are flat, some steep, some have equal scores."""
-    monkeypatch.setattr(sampler, "MAX_ORDERED", 5)
-    limits = [(top_k, top_p) for top_k in (vocab_size, 1, 40, 1024, 1025, 2000) for top_p in (1.0, 0.001, 0.5, 0.9, 0.9999)]
-    top_k, top_p = np.array([min(k, vocab_size) for k, _ in limits]), np.array([p for _, p in limits], np.float32)
-    logits = torch.randn(len(limits), vocab_size, generator=torch.Generator().manual_seed(4))
-    for spread in (0.01, 1.0, 6.0):
-        for scores in (logits * spread, (logits * spread).round()):
-            expected = sampler._threshold_asked(scores, top_k, top_p)
-            assert torch.equal(sampler._threshold_unasked(scores, top_k, top_p), expected)
-
-
-def test_a_token_at_the_very_edge_of_the_mass_falls_to_the_same_side_for_both() -> None:
-    scores = torch.randn(200, 3000, generator=torch.Generator().manual_seed(5)) * 6
-    probs = (scores.topk(1024).values - scores.logsumexp(-1, keepdim=True)).exp()
-    top_k, top_p = np.full(200, 3000), (probs.cumsum(-1) - probs)[:, 20].numpy()
-    assert torch.equal(sampler._threshold_unasked(scores, top_k, top_p), sampler._threshold_asked(scores, top_k, top_p))
 
 
 @pytest.mark.parametrize(
