@@ -168,7 +168,8 @@ class AdapterRegistry:
         deadline = time.monotonic() + timeout_s
         while not claim() and (left := deadline - time.monotonic()) > 0:
             with contextlib.suppress(TimeoutError):
-                await asyncio.wait_for(self._news.wait(), min(left, TICK_S))
+                async with asyncio.timeout(min(left, TICK_S)):
+                    await self._news.wait()
 
 
 BEST_FIRST = ("gpu", "host", "loading", "known", "unloading", "failed")

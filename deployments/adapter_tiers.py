@@ -52,7 +52,7 @@ class AdapterTiers:
         """It stays in host memory until a request brings it into the pool, and then there."""
         adapter = self._wanted(adapter)
         if not adapter.is_pinned:
-            if not self.table.could_pin(adapter) or not self.host.could_pin(adapter, self._pinned.values()):
+            if not self.table.could_pin(adapter) or not self.host.could_pin(adapter, self._pinned.values(), self.table.returning):
                 raise AdapterFailed(
                     f"adapter {adapter.adapter_id!r} cannot be pinned: with those that are, it would leave no room for others"
                 )
@@ -106,6 +106,7 @@ class AdapterTiers:
         table, host = self.table, self.host
         if failure := self._failures.get((adapter.version, adapter.signature)):
             raise AdapterFailed(failure)
+        adapter = table.find(adapter.version) or adapter  # whose own pin does not stand in its way
         if not table.could_place(adapter):
             raise too_many_pages(adapter.adapter_id, adapter.num_pages, table.num_pages, table.num_pinned_pages)
         if not host.could_hold(adapter, self._pinned.values()):

@@ -49,7 +49,7 @@ class AdapterTable:
         self.num_evictions = 0
         self._freed_pages: list[int] = []  # since the ranks were last told
         self.num_pinned_pages = 0
-        self._returning: set[Adapter] = set()  # left the pool in the middle of answers, and must find room in spite of pins
+        self.returning: set[Adapter] = set()  # left the pool in the middle of answers, and must find room in spite of pins
 
     @property
     def num_used_pages(self) -> int:
@@ -73,7 +73,7 @@ class AdapterTable:
         self.num_references -= 1
         assert adapter.references >= 0, "an adapter is released as often as it was acquired"
         if not adapter.references:
-            self._returning.discard(adapter)
+            self.returning.discard(adapter)
         self._set_idle(adapter)
 
     def pin(self, adapter: Adapter) -> Adapter:
@@ -104,7 +104,7 @@ class AdapterTable:
     def could_pin(self, adapter: Adapter) -> bool:
         """Whether that would leave pages for others, and enough for those that are to go on."""
         num_left = self.num_pages - self.num_pinned_pages - adapter.num_pages
-        return num_left >= max((other.num_pages for other in self._returning if other is not adapter), default=1)
+        return num_left >= max((other.num_pages for other in self.returning if other is not adapter), default=1)
 
     def could_place(self, adapter: Adapter) -> bool:
         """Whether there would be pages for it if nothing but the pinned adapters was there."""
@@ -120,7 +120,7 @@ class AdapterTable:
         while len(self._free_pages) < adapter.num_pages:
             self._evict_oldest()
         adapter.page_ids = self._take_pages(adapter.num_pages)
-        self._returning.discard(adapter)
+        self.returning.discard(adapter)
         self.num_resident += 1
         return AdapterLoad(path=adapter.path, page_ids=adapter.page_ids, signature=adapter.signature)
 
@@ -139,7 +139,7 @@ class AdapterTable:
         if not adapter.page_ids:
             return
         if is_begun:
-            self._returning.add(adapter)
+            self.returning.add(adapter)
         self._free_pages += adapter.page_ids
         self._freed_pages += adapter.page_ids
         adapter.page_ids = []

@@ -39,10 +39,9 @@ class Account:
 class Line:
     """The waiting sequences of one version, oldest first. A version that can't start holds up no other."""
 
-    def __init__(self, account: Account, adapter: Adapter | None, order: int) -> None:
+    def __init__(self, account: Account, adapter: Adapter | None) -> None:
         self.account = account
         self.adapter = adapter
-        self.order = order  # breaks ties: that of the oldest sequence it ever had
         self.sequences: OrderedDict[Sequence, None] = OrderedDict()
         self.entry: Entry | None = None  # its live one; None = in no lane
 
@@ -50,12 +49,17 @@ class Line:
     def head(self) -> Sequence:
         return next(iter(self.sequences))
 
+    @property
+    def turn(self) -> tuple[float, int]:
+        """The least comes first: of versions of one adapter, the one whose next sequence is the oldest."""
+        return self.account.served, self.head.arrival
 
-Entry = tuple[float, int, int, Line]  # tokens served when it was made, the line's order, and its own, which no other has
+
+Entry = tuple[tuple[float, int], int, Line]  # the line's turn when it was made, and a number that no other has
 
 
 class Lane:
-    """Lines, those of the least served first. An entry that a charge has left too low is put right when it gets to the front."""
+    """Lines, by their turns. An entry that a charge, or a head that left, has made too low is put right when it gets to the front."""
 
     def __init__(self) -> None:
         self._heap: list[Entry] = []
@@ -64,7 +68,7 @@ class Lane:
         self._num_kept = 0  # entries when the dead were last removed
 
     def push(self, line: Line) -> None:
-        line.entry = (line.account.served, line.order, next(self._numbers), line)
+        line.entry = (line.turn, next(self._numbers), line)
         heappush(self._heap, line.entry)
         if len(self._heap) > 2 * self._num_kept + MAX_DEAD_ENTRIES:
             self._heap = [entry for entry in self._heap if entry[-1].entry is entry]
@@ -75,7 +79,7 @@ class Lane:
         while self._heap:
             entry = self._heap[0]
             line = entry[-1]
-            if line.entry is entry and entry[0] == line.account.served:
+            if line.entry is entry and entry[0] == line.turn:
                 return entry
             heappop(self._heap)
             if line.entry is entry:
@@ -106,6 +110,7 @@ class FairQueue:
         self._is_outside_shown = True
         self._loading: dict[Line, None] = {}  # in the order in which they were found to be
         self._held: dict[Sequence, None] = {}  # whose grammars the ranks don't have yet: in no line, where they would hold others up
+        self._num_held: Counter[str] = Counter()  # of them, by account
         self._num_waiting = 0  # in lines
 
     def __len__(self) -> int:
@@ -114,7 +119,7 @@ class FairQueue:
 
     def num_waiting_of(self, account_name: str) -> int:
         account = self._accounts.get(account_name)
-        return account.num_waiting if account else 0
+        return self._num_held[account_name] + (account.num_waiting if account else 0)
 
     def weight_of(self, sequence: Sequence) -> float:
         """Of its adapter."""
@@ -138,6 +143,7 @@ class FairQueue:
     def add(self, sequence: Sequence) -> None:
         if sequence.waits_for_grammar:
             self._held[sequence] = None
+            self._num_held[account_name(sequence.adapter)] += 1
             return
         name = account_name(sequence.adapter)
         if name not in self._accounts:
@@ -161,15 +167,14 @@ class FairQueue:
         self._insert(sequence)
         line = self._accounts[account_name(sequence.adapter)].lines[sequence.adapter]
         line.sequences.move_to_end(sequence, last=False)
-        line.order = min(line.order, sequence.arrival)  # it comes back before versions that came after it
-        if line.entry:
+        if line.entry:  # which may be too high now
             self._lane_of(line).push(line)
         self._stop(sequence)
 
     def forget(self, sequence: Sequence) -> None:
         """It is finished, whether it ran or waited."""
         if sequence in self._held:
-            del self._held[sequence]
+            self._let_go(sequence)
             return
         if sequence.slot is None:
             self._remove(sequence)
@@ -178,6 +183,13 @@ class FairQueue:
         account = self._accounts[account_name(sequence.adapter)]
         if not account.num_running and not account.num_waiting:
             self._leave(account)
+
+    def _let_go(self, sequence: Sequence) -> None:
+        del self._held[sequence]
+        name = account_name(sequence.adapter)
+        self._num_held[name] -= 1
+        if not self._num_held[name]:
+            del self._num_held[name]
 
     def _leave(self, account: Account) -> None:
         del self._accounts[account.name]
@@ -194,7 +206,7 @@ class FairQueue:
     def wake_loaded(self) -> None:
         """Adapters that have become ready since the last call get in line, and so do sequences whose grammars have."""
         for sequence in [sequence for sequence in self._held if not sequence.waits_for_grammar]:
-            del self._held[sequence]
+            self._let_go(sequence)
             self.add(sequence)
         for line in [line for line in self._loading if line.adapter and (line.adapter.is_ready or line.adapter.page_ids)]:
             del self._loading[line]
@@ -210,7 +222,7 @@ class FairQueue:
         self._is_outside_shown = True
         shown: set[Sequence] = set()
         while fronts := [(entry, lane) for lane in self._lanes() if (entry := lane.front())]:
-            (*_, line), lane = min(fronts, key=lambda front: front[0][:2])
+            (*_, line), lane = min(fronts, key=lambda front: front[0][0])
             if self._lane_of(line) is not lane:
                 self._lane_of(line).push(line)
             elif lane is self._outside and line.adapter and not line.adapter.is_ready:
@@ -259,9 +271,10 @@ class FairQueue:
         account = self._accounts[account_name(sequence.adapter)]
         line = account.lines.get(sequence.adapter)
         if line is None:
-            line = account.lines[sequence.adapter] = Line(account, sequence.adapter, sequence.arrival)
-            self._lane_of(line).push(line)
+            line = account.lines[sequence.adapter] = Line(account, sequence.adapter)
         line.sequences[sequence] = None
+        if len(line.sequences) == 1:
+            self._lane_of(line).push(line)
         account.num_waiting += 1
         self._num_waiting += 1
 

@@ -9,7 +9,7 @@ Turns alone (fair_queue.py) are not fair while a flood of long sequences holds a
 - Rank pages, to the adapters that find none: from those ahead of them by more than a full step's tokens, the most served first, each
   for one of those that wait. Nothing more of theirs is admitted, and they leave the pool when their last sequence stops running;
   nothing is computed twice. They leave at the same time: one after another, the last in a long line would wait for all of them.
-  Versions of one adapter have one account, so none is ahead of another: one that waits has those in the pool leave.
+  Versions of one adapter have one account, so none is ahead of another: when its turn comes, one that waits has those in the pool leave.
   Answers may be long, so for one that could start right away two kinds stop at once and are recomputed later: who has most of the
   pool, and those for whose pages one waits that has at least as many already, which stand empty meanwhile. But only when each of
   their sequences has sampled as many tokens as its start has cost: no more is recomputed than is gained.
@@ -83,13 +83,17 @@ class Leaving:
         assert starved.adapter, "the base model needs no pages"
         num_kept, self._num_kept = self._num_kept, 0
         num_missing = starved.adapter.num_pages - num_kept
-        leaving: list[Adapter] = []
         account, lead = account_name(starved.adapter), self._queue.served(starved) + self._lead
-        ahead = [adapter for adapter in self._others if self._served[adapter] > lead or account_name(adapter) == account]
-        while ahead and num_missing > sum(adapter.num_pages for adapter in leaving):
-            leaving.append(ahead.pop())
-            self._others.remove(leaving[-1])
-        num_leaving = sum(adapter.num_pages for adapter in leaving)
+        leaving: list[Adapter] = []
+        num_leaving = 0
+        for adapter in reversed(self._others):
+            if num_missing <= num_leaving:
+                break
+            if self._served[adapter] > lead or account_name(adapter) == account:
+                leaving.append(adapter)
+                num_leaving += adapter.num_pages
+        for adapter in leaving:
+            self._others.remove(adapter)
         is_long = num_missing <= num_kept or any(2 * adapter.num_pages > self._table.num_pages for adapter in leaving)
         if num_missing <= num_leaving and is_long and self._may_stop(leaving, num_missing_blocks):
             self.hurried.update(leaving)

@@ -45,9 +45,10 @@ class HostTier:
         """Whether there would be room for it if nothing but the pinned adapters was here."""
         return self._most_bytes(adapter) + self._kept_bytes(adapter, pinned) <= self.max_bytes
 
-    def could_pin(self, adapter: Adapter, pinned: Iterable[Adapter]) -> bool:
-        """Whether that would leave room for others."""
-        return self._most_bytes(adapter) + self._kept_bytes(adapter, pinned) + self._page_bytes <= self.max_bytes
+    def could_pin(self, adapter: Adapter, pinned: Iterable[Adapter], returning: Iterable[Adapter]) -> bool:
+        """Whether that would leave room for others, and enough for those that are to go on."""
+        num_left = self.max_bytes - self._most_bytes(adapter) - self._kept_bytes(adapter, pinned)
+        return num_left >= max((self._most_bytes(other) for other in returning if other is not adapter), default=self._page_bytes)
 
     def bytes_of(self, adapter: Adapter) -> int:
         entry = self._entries.get(adapter.host_copy)

@@ -103,8 +103,5 @@ class RegistryFollower:
 
     async def _call(self, method: str, message: msgspec.Struct) -> Any:
         response = getattr(self._registry, method).remote(msgspec.msgpack.encode(message))
-        return await asyncio.wait_for(_result(response), ANSWER_S)
-
-
-async def _result(response: Awaitable[Any]) -> Any:
-    return await response
+        async with asyncio.timeout(ANSWER_S):  # wait_for would lose a cancellation that comes with the answer
+            return await response

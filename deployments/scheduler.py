@@ -193,10 +193,11 @@ class Scheduler:
             elif not leaving and (self.adapters.can_place(adapter) or self._displace_idle(adapter)):
                 yield sequence
             elif self.adapters.could_place(adapter):
-                leaving = leaving or Leaving(self._max_batch_tokens, self.adapters, were_leaving, self.running, self.waiting)
-                self._leaving, self._hurried = leaving.adapters, leaving.hurried
-                num_needed = self._prefixes.num_wanted(sequence) + self._num_reserved(self._prefills())
-                if not leaving.make_room(sequence, num_needed - self.blocks.num_free):
+                if leaving is None:
+                    leaving = Leaving(self._max_batch_tokens, self.adapters, were_leaving, self.running, self.waiting)
+                    self._leaving, self._hurried = leaving.adapters, leaving.hurried
+                    num_reserved = self._num_reserved(self._prefills())
+                if not leaving.make_room(sequence, self._prefixes.num_wanted(sequence) + num_reserved - self.blocks.num_free):
                     self.waiting.skip_outside()
 
     def _displace_idle(self, adapter: Adapter) -> bool:
@@ -277,9 +278,13 @@ class Scheduler:
         sequence.slot, sequence.block_ids = None, []
         sequence.num_computed = sequence.num_published = 0
         adapter = sequence.adapter
-        if adapter in self._leaving and all(other.adapter is not adapter for other in (*self.running, *self._bound_to(adapter))):
+        if adapter is None or adapter not in self._leaving or adapter.is_pinned:
+            return
+        if all(other.adapter is not adapter for other in (*self.running, *self._bound_to(adapter))):
             self._displace(adapter)
 
     def _bound_to(self, adapter: Adapter | None) -> Collection[Sequence]:
-        """Those that can go on with its pages alone: it is not in host memory, and its files may be others by now."""
-        return () if adapter is None or adapter.is_ready else [s for s in self._preempted if s.adapter is adapter]
+        """Those that can go on with its pages alone: it could not come back, since pins leave too little room, or since it is not in host
+        memory, and its files may be others by now."""
+        can_return = adapter is None or (adapter.is_ready and self.adapters.could_place(adapter))
+        return () if can_return else [sequence for sequence in self._preempted if sequence.adapter is adapter]

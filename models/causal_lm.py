@@ -4,6 +4,7 @@ Block ids are the driver's accounting here: keys and values lie in padded batche
 """
 
 import time
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -12,7 +13,8 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from loray.models.attention_groups import SMALLEST_CONTEXT
-from loray.models.device_memory import free_bytes
+from loray.models.device_memory import fits, free_bytes
+from loray.models.device_support import check_device
 from loray.models.grammar_masks import GrammarMasks
 from loray.models.hosted_model import Compute, HostedModel, HostedOptions
 from loray.models.launched import Launched
@@ -43,6 +45,7 @@ class CausalLMRunner:
     ) -> None:
         started = time.perf_counter()
         options = options or HostedOptions()
+        check_device(device)
         self._hosted = HostedModel(model_path, device, dtype, options)
         self._load_seconds = time.perf_counter() - started
         self._device, self._dtype, self._block_size = device, dtype, block_size
@@ -78,7 +81,8 @@ class CausalLMRunner:
     def allocate(self, num_blocks: int, num_pages: int) -> int:
         """Padded batches grow as they need. Between steps a row of n tokens holds less than 2n columns, or at most 256 where n is less:
         at worst twice what the driver's blocks stand for, beyond those 256. A forward holds what it extends twice, old and new."""
-        self._lora.allocate(num_pages)
+        if not fits(partial(self._lora.allocate, num_pages)):
+            raise MemoryError(f"there is no room for {num_pages} rank pages of {self._lora.page_bytes} bytes; lower adapters.gpu_bytes")
         return num_blocks
 
     def waits_for(self, step: Step) -> bool:

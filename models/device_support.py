@@ -11,13 +11,16 @@ class UnsupportedDevice(ValueError):
     """The message says what is supported."""
 
 
-def check_device(device: torch.device, head_dim: int, has_float8_cache: bool, has_float8_weights: bool) -> None:
+def check_device(
+    device: torch.device, head_dim: int | None = None, has_float8_cache: bool = False, has_float8_weights: bool = False
+) -> None:
+    """head_dim: None where transformers attends."""
     if device.type == "cuda":
         name, capability = torch.cuda.get_device_name(device), torch.cuda.get_device_capability(device)
         check_gpu(name, capability, head_dim, has_float8_cache, has_float8_weights)
 
 
-def check_gpu(name: str, capability: tuple[int, int], head_dim: int, has_float8_cache: bool, has_float8_weights: bool) -> None:
+def check_gpu(name: str, capability: tuple[int, int], head_dim: int | None, has_float8_cache: bool, has_float8_weights: bool) -> None:
     if capability < OLDEST:
         raise UnsupportedDevice(f"{name} has compute capability {_shown(capability)}; loray needs {_shown(OLDEST)} (A100) or newer")
     for field, is_wanted, instead in (
@@ -27,7 +30,7 @@ def check_gpu(name: str, capability: tuple[int, int], head_dim: int, has_float8_
         if is_wanted and capability < OLDEST_WITH_FLOAT8:
             needed = f"{_shown(OLDEST_WITH_FLOAT8)} (L4, H100) or newer"
             raise UnsupportedDevice(f"{field}: fp8 needs compute capability {needed}; {name} has {_shown(capability)}: {instead}")
-    if head_dim > MAX_HEAD_DIM:
+    if head_dim is not None and head_dim > MAX_HEAD_DIM:
         raise UnsupportedDevice(f"the model has heads of {head_dim}; on a GPU loray attends heads of up to {MAX_HEAD_DIM}")
 
 

@@ -130,6 +130,9 @@ class LoraPool:
             return str(error)
         if adapter.spec.rank > len(load.page_ids) * PAGE_RANK:
             return f"adapter {Path(load.path).name!r}: rank {adapter.spec.rank} does not fit into {len(load.page_ids)} pages"
+        if not self._writer.has_room(adapter):
+            size = adapter.values.nbytes
+            return f"adapter {Path(load.path).name!r}: the GPU has no {size} bytes left to copy it to; lower kv_cache.memory_fraction"
         return adapter
 
     def _forget(self, page_ids: Sequence[int]) -> None:

@@ -10,6 +10,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from loray.models.adapter_tensors import RankAdapter
+from loray.models.device_memory import fits
 from loray.models.hosted_linear import HostedLinear
 from loray.models.linear import Linear
 from loray.models.lora_groups import Run, page_runs
@@ -45,6 +46,13 @@ class PageWriter:
         if self._stream is not None and len(self._dtypes) == 1:
             no_rows = torch.tensor([[0, 0, 1, 0, 0, 0]], device=self._device)
             _scatter(torch.empty(1, dtype=next(iter(self._dtypes)), device=self._device), no_rows, most_elements=1)
+
+    def has_room(self, adapter: RankAdapter) -> bool:
+        """Whether the device can hold a copy of the adapter for as long as its pages are filled from it."""
+        if self._stream is None:
+            return True
+        with torch.cuda.stream(self._stream):  # whose memory it will be
+            return fits(lambda: torch.empty_like(adapter.values, device=self._device))
 
     def write(self, adapter: RankAdapter, page_ids: list[int]) -> Arrival | None:
         """The whole adapter. On a GPU it is under way when this comes back; see `wait`."""

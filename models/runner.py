@@ -121,7 +121,8 @@ class Runner:
     def allocate(self, num_blocks: int, num_pages: int) -> int:
         """How many blocks it came to, the same on every rank: fewer where so many do not fit."""
         with born_on(self._device, self._dtype), torch.inference_mode():
-            self._lora.allocate(num_pages)
+            if not self._all_fit(partial(self._lora.allocate, num_pages)):
+                raise MemoryError(f"there is no room for {num_pages} rank pages of {self._lora.page_bytes} bytes; lower adapters.gpu_bytes")
             scales = self._measured_scales() if self._has_float8_cache else None
         while not self._has_room(num_blocks, num_pages, scales):
             fewer = int(num_blocks * FEWER_BLOCKS)
@@ -257,8 +258,8 @@ class Runner:
 
     def _is_plain(self, rows: list[Row], layout: Layout) -> bool:
         """Whether nothing but tokens is wanted, and no adapter has more than pages."""
-        is_special = any(special_rows(layout.runs, layout.num_tokens.tolist(), layout.samples.tolist(), self._lora.specials))
-        return not is_special and not any(row.slot in self._prompts or row.slot in self._pooler for row in rows)
+        specials = special_rows(layout.runs, layout.num_tokens.tolist(), layout.samples.tolist(), self._lora.specials)
+        return not any(specials) and not any(row.slot in self._prompts or row.slot in self._pooler for row in rows)
 
     def _replay(self, layout: Layout, graphs: DecodeGraphs) -> Drawn:
         logits, token_ids, logprobs = graphs.run(layout)

@@ -1,10 +1,11 @@
-"""Turns what an adapter has beside its matrices into changes of layers, on the device. Reads no files, knows no pages.
+"""Turns what an adapter has beside its matrices into changes of layers, on the device. Reads no files, knows no pages, waits for no step.
 
 Runs on every rank for the same adapters in the same order: DoRA's lengths are summed over the ranks.
 """
 
 from collections.abc import Mapping
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 
@@ -14,6 +15,7 @@ from loray.models.hosted_linear import HostedLinear
 from loray.models.linear import Linear
 from loray.models.parallel import Parallel
 from loray.models.special import Change, LowRank, TokenRows
+from loray.models.to_device import sent, upload
 from loray.models.vocabulary import Embedding, Head
 
 Matrices = dict[tuple[str, str], Tensor]
@@ -27,7 +29,7 @@ def fold_gains(adapter: RankAdapter, matrices: Matrices, targets: Targets, paral
     if summed:  # one sum over the ranks for all of them
         totals = parallel.all_reduce(torch.cat([squares[path] for path in summed]))
         squares.update(zip(summed, totals.split([len(squares[path]) for path in summed]), strict=True))
-    gains = {path: adapter.vectors[path, "magnitude"].to(total.device) / total.sqrt() for path, total in squares.items()}
+    gains = {path: sent(adapter.vectors[path, "magnitude"], total.device) / total.sqrt() for path, total in squares.items()}
     for path, gain in gains.items():
         b = matrices[path, "b"]
         matrices[path, "b"] = (b.float() * gain).to(b.dtype)
@@ -63,9 +65,9 @@ def _shift(adapter: RankAdapter, path: str, target: Target) -> Tensor | None:
         if trained is not None:
             assert layer.bias is not None, "a bias that the base model has not is refused"
             base = target.columns(layer.bias)
-            difference = trained.to(base.device) - base.float()
-            return difference if own is None else difference + own.to(base.device)
-    return None if own is None else own.to(layer.weight.device)
+            difference = sent(trained, base.device) - base.float()
+            return difference if own is None else difference + sent(own, base.device)
+    return None if own is None else sent(own, layer.weight.device)
 
 
 def _join(former: Tensor | None, target: Target, part: Tensor | None) -> Tensor | None:
@@ -84,9 +86,9 @@ def _token_rows(layer: Embedding | Head, path: str, trained: Mapping[str, Traine
         path = next(iter(trained), path)
     if path not in trained:
         return None
-    rows, token_ids = matrices[path, "rows"], torch.tensor(trained[path].token_ids, device=layer.weight.device)
+    rows, token_ids, device = matrices[path, "rows"], np.array(trained[path].token_ids, np.int64), layer.weight.device
     if isinstance(layer, Embedding):
-        return TokenRows(token_ids, rows.clone())
+        return TokenRows(upload(token_ids, device), rows.clone())
     local = token_ids - layer.part.start
-    is_own = (local >= 0) & (local < layer.part.size)
-    return TokenRows(local[is_own], rows[is_own])
+    own = ((local >= 0) & (local < layer.part.size)).nonzero()[0]
+    return TokenRows(upload(local[own], device), rows[upload(own, device)])

@@ -11,7 +11,7 @@ import pytest
 
 from loray.deployments import adapter_records, registry_follower
 from loray.deployments.adapter_records import AdapterChange, AdapterRecords, AdapterSet, Changed
-from loray.deployments.adapter_registry import AdapterRegistry, Patience, merge_replicas
+from loray.deployments.adapter_registry import AdapterRegistry, News, Patience, merge_replicas
 from loray.deployments.adapter_status import AdapterStatus, TierUse
 from loray.deployments.errors import Unhealthy
 from loray.deployments.registry_follower import RegistryFollower
@@ -102,6 +102,35 @@ async def ask(handle: Handle) -> dict[str, list[AdapterStatus]]:
 @pytest.fixture(autouse=True)
 def quick_retries(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(registry_follower, "RETRY_S", 0.01)
+
+
+@pytest.mark.parametrize("num_ticks", range(6))
+def test_a_follower_that_is_cancelled_when_an_answer_comes_ends(num_ticks: int) -> None:
+    async def work() -> None:
+        polls: list[asyncio.Future[bytes]] = []
+
+        def remote(poll: bytes) -> asyncio.Future[bytes]:
+            polls.append(asyncio.get_running_loop().create_future())
+            return polls[-1]
+
+        handle = SimpleNamespace(changes=SimpleNamespace(remote=remote))
+        task = asyncio.create_task(RegistryFollower(handle, "r", no_records, no_statuses).run())  # type: ignore[arg-type]
+        await until(lambda: bool(polls))
+        polls[0].set_result(msgspec.msgpack.encode(News(epoch="one")))
+        for _ in range(num_ticks):
+            await asyncio.sleep(0)
+        task.cancel()
+        assert await asyncio.wait([task], timeout=5) == ({task}, set())
+
+    run(work())
+
+
+async def no_records(records: bytes) -> None:
+    pass
+
+
+async def no_statuses() -> list[AdapterStatus]:
+    return []
 
 
 # --- the set

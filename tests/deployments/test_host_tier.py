@@ -129,7 +129,7 @@ def test_what_could_never_be_held_beside_the_pinned_is_known() -> None:
     assert HostTier(30, PAGE).could_hold(adapter("a", 3), []) and not HostTier(29, PAGE).could_hold(adapter("a", 3), [])
     tier, pinned = HostTier(40, PAGE), adapter("pinned", 2)
     assert tier.could_hold(adapter("a", 2), [pinned]) and not tier.could_hold(adapter("a", 3), [pinned])
-    assert tier.could_pin(adapter("a", 1), [pinned]) and not tier.could_pin(adapter("a", 2), [pinned]), "nothing would be left"
+    assert tier.could_pin(adapter("a", 1), [pinned], []) and not tier.could_pin(adapter("a", 2), [pinned], []), "nothing would be left"
     hold(tier, pinned)
     tier.drop(pinned)
     tier.want(pinned)

@@ -20,7 +20,8 @@ TOLERANCE = {torch.float32: 1e-5, torch.float16: 2e-3}  # of the largest value
 if not IS_INTERPRETED:  # numpy, which stands in for the GPU there, has no bfloat16
     TOLERANCE[torch.bfloat16] = 1.6e-2
 BLOCK_SIZE = 16
-HEADS = [(4, 1, 64), (9, 3, 64), (3, 3, 80), (6, 2, 96), (8, 2, 128), (2, 1, 256)]  # query heads, key heads, head_dim
+# query heads, key heads, head_dim
+HEADS = [(4, 1, 64), (9, 3, 64), (3, 3, 80), (6, 2, 96), (8, 2, 128), (2, 1, 256), (7, 1, 112), (32, 2, 64)]
 SCORINGS = {
     "plain": Scoring(0.1),
     "window": Scoring(0.1, window=21),
@@ -29,7 +30,7 @@ SCORINGS = {
 }
 # What a GPU compiles anew: every size of heads with one scoring, one size with every scoring.
 COMPILED = [
-    *zip(HEADS, ["both", "cap", "window", "both", "plain", "window"], strict=True),
+    *zip(HEADS, ["both", "cap", "window", "both", "plain", "window", "cap", "plain"], strict=True),
     *((HEADS[4], name) for name in ["window", "cap", "both"]),
 ]
 

@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from loray.models import runner as runner_module
+from loray.models.causal_lm import CausalLMRunner
 from loray.models.cuda_graph import DecodeGraphs
 from loray.models.decode_inputs import DecodeInputs
 from loray.models.device_memory import claimed, fits
@@ -53,6 +54,21 @@ def test_where_the_blocks_do_not_fit_there_are_fewer_and_the_log_says_so(
     assert runner._kv_cache is not None and len(runner._kv_cache.layers[0].blocks) == num_blocks
     assert f"out of memory with {too_many} KV blocks: trying" in caplog.records[0].getMessage()
     assert str(num_blocks) in caplog.records[-1].getMessage()
+
+
+def test_where_the_rank_pages_do_not_fit_the_setting_is_named(base: Path) -> None:
+    hosted = CausalLMRunner(base, torch.device("cpu"), torch.float32, 4, 128)
+    for runner in (Runner(base, Parallel(), torch.device("cpu"), torch.float32, 4, 128), hosted):
+        too_many = 100 * TOO_MANY_BYTES // runner.report(0.5).page_bytes  # for each of the linears
+        with pytest.raises(MemoryError, match=rf"no room for {too_many} rank pages of \d+ bytes; lower adapters\.gpu_bytes"):
+            runner.allocate(8, too_many)
+
+
+def test_a_model_that_transformers_runs_needs_as_new_a_gpu(base: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "Card")
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (7, 5))
+    with pytest.raises(UnsupportedDevice, match=r"Card has compute capability 7\.5"):
+        CausalLMRunner(base, torch.device("cuda"), torch.float16, 4, 128)
 
 
 def out_of_memory() -> torch.OutOfMemoryError:

@@ -46,6 +46,15 @@ def test_a_gpu_gives_the_tokens_of_the_cpu_in_float32(base: Path, adapters: dict
         assert found.logprobs == pytest.approx(expected.logprobs, abs=1e-3)
 
 
+def test_a_gpu_gives_the_tokens_of_transformers_and_peft_in_float32(base: Path, adapters: dict[int, Path]) -> None:
+    requests = [Request(prompt_of(5 + 9 * i, seed=i), PAGES.get(rank, []), num_new=32) for i, rank in enumerate((0, 64, 12, 4))]
+    found = loaded(base, adapters, "cuda", torch.float32).play(requests, chunk=10, stagger=1)
+    for rank, request, output in zip((0, 64, 12, 4), requests, found, strict=True):
+        token_ids, logprobs = tiny_llama.oracle_generate(tiny_llama.oracle(base, adapters.get(rank)), request.prompt, 32)
+        assert output.token_ids == token_ids
+        assert output.logprobs == pytest.approx(logprobs, abs=1e-3)
+
+
 @pytest.mark.parametrize(("chunk", "stagger"), [(10_000, 1), (300, 0)], ids=["whole, beside decodes", "in pieces, together"])
 def test_prompts_that_no_graph_has_room_for_give_the_tokens_of_the_cpu(
     base: Path, adapters: dict[int, Path], chunk: int, stagger: int

@@ -1,0 +1,47 @@
+"""Adapters on their way to a GPU: no step waits for them, and one that finds no room harms nobody."""
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from loray.models.step import AdapterLoad, Step
+from tests.models.conductor import Conductor, Request, prompt_of
+from tests.models.families import FAMILIES, save_family
+from tests.models.peft_items import items_of, save_item
+
+pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA GPU")]
+ITEMS = items_of("llama")
+
+
+@pytest.mark.parametrize("item", ITEMS)
+def test_no_kind_of_adapter_that_is_in_host_memory_makes_the_host_wait_for_steps(item: str, tmp_path: Path) -> None:
+    base = save_family(FAMILIES["llama"], tmp_path).base
+    folder = save_item(base, tmp_path / "adapter", ITEMS[item])
+    conductor = Conductor(base, device="cuda")
+    conductor.runner.host_adapters.prepare(str(folder), "")
+    conductor.load(folder, [0, 1, 2, 3])  # what is made at its first use is there
+    torch.cuda.synchronize()
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        launched = conductor.runner.launch(Step(1, [AdapterLoad(str(folder), [4, 5, 6, 7])], [], []))
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    assert not launched.result().failed_loads
+
+
+def test_an_adapter_that_the_gpu_has_no_room_for_fails_alone(base: Path, adapters: dict[int, Path]) -> None:
+    conductor = Conductor(base, device="cuda")
+    conductor.load(adapters[4], [9])
+    request = Request(prompt_of(9), [9])
+    (expected,) = conductor.play([request])
+    step = Step(1, [AdapterLoad(str(adapters[64]), list(range(8)))], [], [])
+    torch.cuda.empty_cache()
+    torch.cuda.set_per_process_memory_fraction(1e-6)
+    try:
+        failed = conductor.runner.execute(step).failed_loads
+    finally:
+        torch.cuda.set_per_process_memory_fraction(1.0)
+    assert "the GPU has no" in failed[0] and "lower kv_cache.memory_fraction" in failed[0]
+    assert conductor.play([request])[0].token_ids == expected.token_ids
+    assert not conductor.runner.execute(step).failed_loads
