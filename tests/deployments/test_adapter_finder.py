@@ -153,6 +153,19 @@ def test_the_parts_of_a_merge_stay_on_disk_until_it_is_made(world: World, tmp_pa
     run(work())
 
 
+def test_the_parts_of_a_merge_are_looked_for_with_the_tokens_of_who_asks(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
+    world.store.merge = merge_here
+    asked, find = [], world.store.find
+    monkeypatch.setattr(world.store, "find", lambda ref: (asked.append(ref), find(ref))[1])
+    recipe = MergeRecipe(adapter_ids=(world.ref.adapter_id,), weights=(0.5,))
+
+    async def work() -> None:
+        await world.finder.find(AdapterRef(adapter_id="half", merge=recipe, api_token="secret"))
+
+    run(work())
+    assert [(ref.adapter_id, ref.api_token) for ref in asked] == [(world.ref.adapter_id, "secret")]
+
+
 def test_equal_merges_of_two_names_are_two_versions(world: World) -> None:
     world.store.merge = merge_here
     recipe = MergeRecipe(adapter_ids=(world.ref.adapter_id,), weights=(0.5,))

@@ -618,6 +618,18 @@ def test_a_merge_is_made_once_and_another_recipe_or_version_is_another_merge(wor
     assert stores[0].names() == [f"{world.web.url}/{name}" for name in ("a", "b", "c")]
 
 
+def test_a_recipe_is_carried_out_to_the_letter(world: World) -> None:
+    store, methods = world.store(), []
+    store.merge = lambda folders, weights, method, shapes, out: (
+        methods.append((weights, method)),
+        merging([])(folders, weights, method, shapes, out),
+    )
+    parts = [store.find(world.on_web(name, seed=seed)) for seed, name in enumerate(("a", "b"))]
+    recipe = MergeRecipe(adapter_ids=("a", "b"), weights=(0.5, -0.25), strategy="ties", density=0.3, majority_sign="frequency")
+    store.merged("a and b", parts, recipe)
+    assert methods == [((0.5, -0.25), {"strategy": "ties", "density": 0.3, "majority_sign": "frequency"})]
+
+
 def test_a_merge_that_there_could_never_be_room_for_is_refused_before_it_is_made(world: World) -> None:
     merges: list[Path] = []
     refs = [world.on_web(name, rank=8, seed=seed) for seed, name in enumerate(("a", "b"))]

@@ -36,3 +36,30 @@ def test_equal_files_that_were_written_again_are_read(tiers: AdapterTiers) -> No
 def test_what_was_unloaded_is_read_again_at_once(tiers: AdapterTiers) -> None:
     tiers.unload("version")
     tiers.check(poet("before"))
+
+
+@pytest.mark.parametrize(("num_pages", "host_bytes"), [(4, 1000), (20, 45)], ids=["the pool", "host memory"])
+def test_a_pinned_adapter_does_not_stand_in_its_own_way(num_pages: int, host_bytes: int) -> None:
+    def large() -> Adapter:
+        """As every request brings it."""
+        return Adapter("large", "version", "folder", num_pages=3)
+
+    tiers = AdapterTiers(AdapterTable(num_pages), HostTier(host_bytes, PAGE))
+    pinned = tiers.pin(large())
+    tiers.check(large())
+    assert tiers.pin(large()) is pinned and tiers.load(large()) is pinned
+    with pytest.raises(AdapterFailed, match="other"):
+        tiers.check(Adapter("other", "another", "folder", num_pages=3))
+
+
+def test_a_pin_leaves_host_memory_for_answers_that_are_to_go_on() -> None:
+    tiers = AdapterTiers(AdapterTable(8), HostTier(70, PAGE))
+    begun = tiers.table.acquire(Adapter("begun", "begun", "begun", num_pages=3))
+    tiers.table.place(begun)
+    tiers.table.discard(begun, is_begun=True)
+    with pytest.raises(AdapterFailed, match="'pinned' cannot be pinned"):
+        tiers.pin(Adapter("pinned", "pinned", "pinned", num_pages=2, extra_bytes=25))
+    assert tiers.pin(begun).is_pinned, "it goes on with what it has"
+    tiers.unpin("begun")
+    tiers.table.place(begun)
+    assert tiers.pin(Adapter("pinned", "pinned", "pinned", num_pages=2, extra_bytes=25)).is_pinned

@@ -20,7 +20,7 @@ from loray.deployments.config import TracingArgs
 from loray.deployments.driver import Driver
 from loray.deployments.driver_log import DriverLog
 from loray.deployments.engine import ABORTED, Engine
-from loray.deployments.request import AdapterRef, GenerationRequest, TokenEvent
+from loray.deployments.request import AdapterRef, AdapterTemplate, GenerationRequest, TokenEvent
 from loray.deployments.sequence import Ending
 from loray.deployments.trace_context import TraceContext
 from loray.deployments.tracing import Tracing
@@ -125,6 +125,15 @@ def test_what_another_replica_has_begun_goes_on_with_the_same_version_or_not_at_
     service = AdapterService(store, engine, max_waiting=2, page_bytes=PAGE_BYTES)
     version = run(service.find(AdapterRef(adapter_id="small"))).version
     assert last_event(store, engine, request_for("small", **begun, adapter_version=version)).finish_reason == "length"
+
+
+@pytest.mark.parametrize(("text", "error"), [("the old one", "TemplateOutdated"), ("the new one", "")])
+def test_a_prompt_that_another_versions_template_wrote_is_computed_only_if_it_is_the_same_text(
+    tmp_path: Path, store: Store, engine: Engine, text: str, error: str
+) -> None:
+    (tmp_path / "root" / "small" / "chat_template.jinja").write_text("the new one")
+    template = AdapterTemplate(text, "of files that are gone").mark
+    assert last_event(store, engine, request_for("small", template=template)).error == error
 
 
 def lines(caplog: pytest.LogCaptureFixture) -> list[str]:

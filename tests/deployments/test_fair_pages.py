@@ -4,7 +4,6 @@ import random
 
 import pytest
 
-from loray.deployments.adapters import Adapter
 from loray.deployments.sequence import Sequence
 from loray.models.step import Pooling
 from tests.deployments.simulated_rank import greedy
@@ -313,22 +312,3 @@ def test_an_adapter_that_waits_for_a_grammar_stays_where_a_pin_would_keep_it_fro
     held.waits_for_grammar = False
     server.run()
     assert output_of(held) == greedy("held", [5, 6], 3) and output_of(pinned) == greedy("pinned", [7], 3)
-
-
-@pytest.mark.parametrize("is_aborted", [False, True])
-def test_pins_leave_room_for_an_answer_that_gave_way(is_aborted: bool) -> None:
-    server = Server(num_blocks=400, num_pages=4, max_batch_tokens=16)
-    table, pinned = server.scheduler.adapters, Adapter("pinned", "pinned", "pinned", 2)
-    begun = server.add([1, 2, 3], 200, "big", num_pages=3)
-    server.turn()
-    assert table.could_pin(pinned), "who runs keeps its pages anyway"
-    small = server.add([4], 20, "small", num_pages=2)
-    while not server.scheduler.num_preemptions:
-        server.turn()
-    assert not table.could_pin(pinned)
-    if is_aborted:
-        server.scheduler.finish(begun)
-        assert table.could_pin(pinned)
-    server.run()
-    assert output_of(small) == greedy("small", [4], 20) and (is_aborted or output_of(begun) == greedy("big", [1, 2, 3], 200))
-    assert table.could_pin(pinned)

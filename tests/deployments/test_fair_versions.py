@@ -43,3 +43,16 @@ def test_one_that_gave_way_brings_its_version_before_those_that_came_after_it() 
     assert queue.names() == ["newer", "last"]
     queue.put_back(first)
     assert queue.names() == ["first", "newer"]
+
+
+@pytest.mark.parametrize("num_pages", [1, 8])
+def test_a_version_that_is_asked_for_without_end_leaves_turns_to_another(num_pages: int) -> None:
+    server = Server(num_blocks=4000, num_pages=num_pages, max_batch_tokens=32, max_running=4)
+    for number in range(12):
+        server.add_version("a", "hot", [number], 10)
+    cold = server.add_version("a", "cold", [1], 10)
+    for number in range(300):
+        if server.scheduler.waiting.num_waiting_of("a") < 12:
+            server.add_version("a", "hot", [number], 10)
+        server.turn()
+    assert output_of(cold) == greedy("cold", [1], 10)

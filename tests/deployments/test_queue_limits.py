@@ -34,6 +34,22 @@ def test_no_more_of_one_adapter_wait_than_may_and_others_are_let_in(name: str) -
     check(server, "other", limits)
 
 
+def test_those_that_wait_for_their_grammars_count_too() -> None:
+    server, limits = Server(), QueueLimits(max_waiting=2, max_waiting_of_adapter=3)
+    held = [server.add([number], 1, "a", waits_for_grammar=True) for number in range(3)]
+    with pytest.raises(Overloaded, match="3 requests are waiting already"):
+        check(server, "a", limits)
+    with pytest.raises(Overloaded, match="3 requests of a are waiting already"):
+        check(server, "a", QueueLimits(max_waiting=100, max_waiting_of_adapter=3))
+    check(server, "b", limits)
+    held[0].waits_for_grammar = False
+    server.scheduler.waiting.wake_loaded()
+    assert server.scheduler.waiting.num_waiting_of("a") == 3
+    for sequence in held:
+        server.scheduler.finish(sequence)
+    assert server.scheduler.waiting.num_waiting_of("a") == len(server.scheduler.waiting) == 0
+
+
 def test_a_full_queue_has_room_for_those_who_do_not_fill_it() -> None:
     server, limits = Server(), QueueLimits(max_waiting=2, max_waiting_of_adapter=100)
     for number in range(2):
