@@ -36,13 +36,22 @@ def cases(has_adapters: bool) -> list[Case]:
 
 
 class Bench:
-    def __init__(self, model: Path, adapters: Path, num_pages: int, bytes_of_page: int, device: str = "cuda") -> None:
+    def __init__(
+        self,
+        model: Path,
+        adapters: Path,
+        num_pages: int,
+        bytes_of_page: int,
+        device: str = "cuda",
+        max_batch_tokens: int = PREFILL_TOKENS,
+        max_total_tokens: int = PREFILL_TOKENS + 16,
+    ) -> None:
         started = time.monotonic()
         sections = {
-            "model": {"id": str(model), "max_total_tokens": PREFILL_TOKENS + 16},
+            "model": {"id": str(model), "max_total_tokens": max_total_tokens},
             "device": device,
             "adapters": {"gpu_bytes": num_pages * bytes_of_page, "host_bytes": "40GiB"},
-            "scheduler": {"max_batch_tokens": 8192},
+            "scheduler": {"max_batch_tokens": max_batch_tokens},
         }
         args = ServerArgs.model_validate(sections)
         self.group = LocalGroup(rank_spec(args, model))

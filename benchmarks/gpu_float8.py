@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 
+from benchmarks.environment import environment
 from benchmarks.gpu_profile import BLOCK, Decoding, step_ms
 from benchmarks.llama_8b import VOCABULARY, Case
 from loray.models.step import Admission, Row, Sampling, Step
@@ -60,7 +61,7 @@ def main() -> None:
     parser.add_argument("--folder", type=Path, default=Path("/dev/shm/loray"))
     parser.add_argument("--out", type=Path, required=True)
     options = parser.parse_args()
-    results: dict[str, Any] = {"gpu": torch.cuda.get_device_name(), "torch": torch.__version__, "scored_tokens": NUM_SCORED - 1}
+    results = environment("python -m benchmarks.gpu_float8 --out FILE") | {"scored_tokens": NUM_SCORED - 1}
     exact: list[float] = []
     for kind, flags in KINDS.items():
         results[kind], logprobs = measure(options.folder, flags)

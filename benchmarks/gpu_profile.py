@@ -11,6 +11,7 @@ from pathlib import Path
 import torch
 from torch.profiler import ProfilerActivity, profile
 
+from benchmarks.environment import environment
 from benchmarks.llama_8b import NUM_PROMPT, POOL_PAGES, Case, make
 from loray.models.parallel import Parallel
 from loray.models.runner import Runner
@@ -84,15 +85,23 @@ def main() -> None:
     parser.add_argument("--folder", type=Path, default=Path("/dev/shm/loray"))
     parser.add_argument("--rows", type=int, default=32)
     parser.add_argument("--adapters", type=int, nargs="+", default=[0, 8, 32])
+    parser.add_argument("--out", type=Path)
     arguments = parser.parse_args()
+    results = environment("python -m benchmarks.gpu_profile --out FILE")
     decoding = Decoding(arguments.folder, arguments.rows)
     for count in arguments.adapters:
         case = Case(arguments.rows, count)
         decoding.begin(case)
         milliseconds, times = step_ms(decoding), kernels(decoding)
+        results[f"{case.rows} rows, {case.adapters} adapters"] = {
+            "ms a step": round(milliseconds, 3),
+            "ms of each kernel and its launches": {name: round(spent, 3) for name, spent in times.most_common(16)},
+        }
         print(f"{case.rows} rows, {case.adapters} adapters: {milliseconds:.3f} ms a step, {times.total():.3f} ms of kernels")
-        for name, milliseconds in times.most_common(16):
-            print(f"  {milliseconds:7.3f}  {name}")
+        for name, spent in times.most_common(16):
+            print(f"  {spent:7.3f}  {name}")
+    if arguments.out:
+        arguments.out.write_text(json.dumps(results, indent=2) + "\n")
 
 
 if __name__ == "__main__":

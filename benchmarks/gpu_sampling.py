@@ -6,10 +6,8 @@ Llama-3.1-8B's shape with random weights (128,256 tokens), one rank in this proc
 import argparse
 import json
 from pathlib import Path
-from typing import Any
 
-import torch
-
+from benchmarks.environment import environment
 from benchmarks.gpu_profile import Decoding, kernels, step_ms
 from benchmarks.llama_8b import Case
 from loray.models.step import Sampling
@@ -34,7 +32,7 @@ def main() -> None:
     parser.add_argument("--kernels", action="store_true", help="print where the time goes")
     options = parser.parse_args()
     decoding = Decoding(options.folder, max(ROWS))
-    results: dict[str, Any] = {"gpu": torch.cuda.get_device_name(), "torch": torch.__version__}
+    results = environment("python -m benchmarks.gpu_sampling --out FILE")
     for rows in ROWS:
         for kind, sampling in KINDS.items():
             decoding.begin(Case(rows, 0), sampling)

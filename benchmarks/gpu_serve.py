@@ -22,8 +22,10 @@ import aiohttp
 
 from benchmarks.adapters_server import Served, cluster, serving
 from benchmarks.engine_load import Load
+from benchmarks.environment import environment
 from benchmarks.gpu_decode import Bench, page_bytes
 from benchmarks.llama_8b import NUM_PROMPT, POOL_PAGES, make
+from loray.deployments.config import ServerArgs
 
 SAMPLE_S = 0.1
 NUM_STREAMS, NUM_REQUESTS = 64, 512
@@ -65,7 +67,7 @@ async def clients(url: str, num_requests: int, run: str) -> float:
 
     async def client(session: aiohttp.ClientSession) -> None:
         for number in numbers:
-            prompt = f"{run}. Request {number}. ".ljust(NUM_PROMPT, "x")  # a token for each byte
+            prompt = f"{run}.{number}. ".ljust(NUM_PROMPT, "x")  # a token for each byte: no two have their first block in common
             body = {"inputs": prompt, "parameters": {"max_new_tokens": num_tokens(number), "ignore_eos_token": True}}
             async with session.post(f"{url}/generate_stream", json=body) as response:
                 answer = await response.read()
@@ -81,10 +83,10 @@ def through_http(model: Path) -> dict[str, Any]:
     started = time.perf_counter()
     with cluster() as url, serving(Served(model, "cuda", "auto"), ingress={"min_replicas": NUM_INGRESSES, "max_replicas": NUM_INGRESSES}):
         ready_s = time.perf_counter() - started
-        asyncio.run(clients(url, NUM_STREAMS, "Warm up"))
+        asyncio.run(clients(url, NUM_STREAMS, "w"))
         utilisation = Utilisation()
         with utilisation.watched():
-            rates = [asyncio.run(clients(url, NUM_REQUESTS, f"Run {run}")) for run in range(NUM_RUNS)]
+            rates = [asyncio.run(clients(url, NUM_REQUESTS, str(run))) for run in range(NUM_RUNS)]
     idle = round(1 - statistics.mean(utilisation.samples), 3)
     return {
         "start_to_ready_s": round(ready_s, 1),
@@ -95,7 +97,8 @@ def through_http(model: Path) -> dict[str, Any]:
 
 
 def engine_alone(model: Path, adapters: Path) -> dict[str, Any]:
-    bench = Bench(model, adapters, POOL_PAGES, page_bytes())
+    defaults = ServerArgs.model_validate({"model": {"id": str(model)}})  # as the application has them
+    bench = Bench(model, adapters, POOL_PAGES, page_bytes(), "cuda", defaults.scheduler.max_batch_tokens, defaults.model.max_total_tokens)
     load = Load(bench)
     load.run([""] * NUM_STREAMS, NUM_STREAMS, num_tokens)
     runs = [load.run([""] * NUM_REQUESTS, NUM_STREAMS, num_tokens) for _ in range(NUM_RUNS)]
@@ -113,7 +116,8 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as cache:
         os.environ["XDG_CACHE_HOME"] = cache
         proxy = "haproxy" if os.environ.get("RAY_SERVE_ENABLE_HA_PROXY") == "1" else "serve"
-        report = {"streams": NUM_STREAMS, "tokens": "64 to 192", "requests": NUM_REQUESTS, "proxy": proxy, "ingresses": NUM_INGRESSES}
+        report = environment("python -m benchmarks.gpu_serve --out FILE")
+        report |= {"streams": NUM_STREAMS, "tokens": "64 to 192", "requests": NUM_REQUESTS, "proxy": proxy, "ingresses": NUM_INGRESSES}
         report |= through_http(model)
         print(json.dumps(report), flush=True)
         report |= engine_alone(model, adapters)

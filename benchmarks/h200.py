@@ -6,18 +6,15 @@ run that is started again goes on after the last of them. A plot of both systems
 """
 
 import argparse
-import datetime
 import itertools
 import json
 import os
 import subprocess
 import sys
-from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
-import torch
-
+from benchmarks.environment import environment
 from benchmarks.gpu_decode import PREFILL_ROWS
 from benchmarks.svg_plot import Line, plot
 
@@ -131,11 +128,7 @@ def main() -> None:
     os.environ["RAY_SERVE_ENABLE_HA_PROXY"] = "1"
     served = parts.run("serve", "-m", "benchmarks.gpu_serve", *folder, "--out")
     peer = vllm_steps(peer_results)
-    report = {
-        "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
-        "command": "python -m benchmarks.h200" + (" --vllm SCRIPT" if options.vllm else ""),
-        "gpu": torch.cuda.get_device_name(),
-        "versions": {name: version(name) for name in ("torch", "triton", *(["vllm"] if options.vllm else []))},
+    report = environment("python -m benchmarks.h200" + (" --vllm SCRIPT" if options.vllm else ""), "vllm") | {
         "ratios": ratios(results, peer_results) | {name: value for name, value in (zipf | served).items() if name in TARGETS},
         "loray": results,
         "256 adapters through a pool for 32": zipf,

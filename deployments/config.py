@@ -68,7 +68,7 @@ class AdapterArgs(Section):
     local_roots: list[Path] = [Path("adapters")]
     """Folders that hold PEFT folders. A relative one counts from the folder of serve_config.yaml."""
     gpu_bytes: ByteSize | Literal["auto"] = "auto"
-    """Bytes of the rank-page pool on each rank; auto: a tenth of the GPU, 1 GiB on a CPU."""
+    """Bytes of the rank-page pool on each rank; auto: a tenth of what is free on the GPU after the weights, 1 GiB on a CPU."""
     host_bytes: ByteSize = Field(default=ByteSize(4 * GIB), gt=0)
     """Bytes of each rank's host memory for adapters that wait for a place in the pool."""
     disk_bytes: ByteSize = Field(default=ByteSize(20 * GIB), gt=0)

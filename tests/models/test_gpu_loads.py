@@ -18,13 +18,13 @@ ITEMS = items_of("llama")
 def test_no_kind_of_adapter_that_is_in_host_memory_makes_the_host_wait_for_steps(item: str, tmp_path: Path) -> None:
     base = save_family(FAMILIES["llama"], tmp_path).base
     folder = save_item(base, tmp_path / "adapter", ITEMS[item])
-    conductor = Conductor(base, device="cuda")
+    conductor = Conductor(base, device="cuda", num_pages=64)
     conductor.runner.host_adapters.prepare(str(folder), "")
-    conductor.load(folder, [0, 1, 2, 3])  # what is made at its first use is there
+    conductor.load(folder, list(range(32)))  # what is made at its first use is there
     torch.cuda.synchronize()
     torch.cuda.set_sync_debug_mode("error")
     try:
-        launched = conductor.runner.launch(Step(1, [AdapterLoad(str(folder), [4, 5, 6, 7])], [], []))
+        launched = conductor.runner.launch(Step(1, [AdapterLoad(str(folder), list(range(32, 64)))], [], []))
     finally:
         torch.cuda.set_sync_debug_mode("default")
     assert not launched.result().failed_loads
@@ -36,6 +36,7 @@ def test_an_adapter_that_the_gpu_has_no_room_for_fails_alone(base: Path, adapter
     request = Request(prompt_of(9), [9])
     (expected,) = conductor.play([request])
     step = Step(1, [AdapterLoad(str(adapters[64]), list(range(8)))], [], [])
+    torch.cuda.synchronize()
     torch.cuda.empty_cache()
     torch.cuda.set_per_process_memory_fraction(1e-6)
     try:
