@@ -104,7 +104,7 @@ class AdapterTable:
     def could_pin(self, adapter: Adapter) -> bool:
         """Whether that would leave pages for others, and enough for those that are to go on."""
         num_left = self.num_pages - self.num_pinned_pages - adapter.num_pages
-        return num_left >= max((other.num_pages for other in self.returning if other is not adapter), default=1)
+        return num_left >= max((other.num_pages for other in self.returning if other is not adapter and not other.is_pinned), default=1)
 
     def could_place(self, adapter: Adapter) -> bool:
         """Whether there would be pages for it if nothing but the pinned adapters was there."""

@@ -2,99 +2,25 @@
 
 Virtual token counters (Sheng et al. 2024, "Fairness in Serving Large Language Models"): every computed token is charged to its
 adapter, divided by the adapter's weight, and the adapter served least goes first. The base model is an adapter like any other,
-with the id "". One that comes back starts no lower than the least served that runs, so idle time earns no credit, nor does the time
-it takes to load; and no lower than it was, so that who asks for one answer after another pays for those before. What an adapter without
-requests was served is forgotten when all others have caught up.
+with the id "". One that comes back starts no lower than the least served that runs or could start, so idle time earns no credit, nor
+does the time it takes to load; and no lower than it was, so that who asks for one answer after another pays for those before. What an
+adapter without requests was served is forgotten when all others have caught up.
 """
 
 from collections import Counter, OrderedDict
 from collections.abc import Iterator, Mapping
-from heapq import heapify, heappop, heappush
-from itertools import count, islice
+from itertools import islice
 
 from loray.deployments.adapters import Adapter
+from loray.deployments.fair_lines import Account, Lane, Line
 from loray.deployments.sequence import Sequence
 
 MAX_DEBTS = 10_000
 NUM_DEBTS_LOOKED_AT = 8  # whenever an adapter's last request ends
-MAX_DEAD_ENTRIES = 64  # of a lane, beyond as many as it has live ones
 
 
 def account_name(adapter: Adapter | None) -> str:
     return adapter.account or adapter.adapter_id if adapter else ""
-
-
-class Account:
-    """What one adapter was served, and what it has here, all its versions together."""
-
-    def __init__(self, name: str, weight: float, served: float) -> None:
-        self.name = name
-        self.weight = weight
-        self.served = served  # tokens, divided by the weight
-        self.lines: dict[Adapter | None, Line] = {}  # by version; none is empty
-        self.num_waiting = 0
-        self.num_running = 0
-
-
-class Line:
-    """The waiting sequences of one version, oldest first. A version that can't start holds up no other."""
-
-    def __init__(self, account: Account, adapter: Adapter | None) -> None:
-        self.account = account
-        self.adapter = adapter
-        self.sequences: OrderedDict[Sequence, None] = OrderedDict()
-        self.entry: Entry | None = None  # its live one; None = in no lane
-
-    @property
-    def head(self) -> Sequence:
-        return next(iter(self.sequences))
-
-    @property
-    def turn(self) -> tuple[float, int]:
-        """The least comes first: of versions of one adapter, the one whose next sequence is the oldest."""
-        return self.account.served, self.head.arrival
-
-
-Entry = tuple[tuple[float, int], int, Line]  # the line's turn when it was made, and a number that no other has
-
-
-class Lane:
-    """Lines, by their turns. An entry that a charge, or a head that left, has made too low is put right when it gets to the front."""
-
-    def __init__(self) -> None:
-        self._heap: list[Entry] = []
-        self._numbers = count()
-        self._passed: list[Entry] = []
-        self._num_kept = 0  # entries when the dead were last removed
-
-    def push(self, line: Line) -> None:
-        line.entry = (line.turn, next(self._numbers), line)
-        heappush(self._heap, line.entry)
-        if len(self._heap) > 2 * self._num_kept + MAX_DEAD_ENTRIES:
-            self._heap = [entry for entry in self._heap if entry[-1].entry is entry]
-            heapify(self._heap)
-            self._num_kept = len(self._heap)
-
-    def front(self) -> Entry | None:
-        while self._heap:
-            entry = self._heap[0]
-            line = entry[-1]
-            if line.entry is entry and entry[0] == line.turn:
-                return entry
-            heappop(self._heap)
-            if line.entry is entry:
-                self.push(line)
-        return None
-
-    def pass_front(self) -> None:
-        """Leave it out until `restore`."""
-        self._passed.append(heappop(self._heap))
-
-    def restore(self) -> None:
-        for entry in self._passed:
-            if entry[-1].entry is entry:
-                heappush(self._heap, entry)
-        self._passed.clear()
 
 
 class FairQueue:
@@ -165,10 +91,6 @@ class FairQueue:
     def put_back(self, sequence: Sequence) -> None:
         """It runs no longer, and waits ahead of those of its version that came later."""
         self._insert(sequence)
-        line = self._accounts[account_name(sequence.adapter)].lines[sequence.adapter]
-        line.sequences.move_to_end(sequence, last=False)
-        if line.entry:  # which may be too high now
-            self._lane_of(line).push(line)
         self._stop(sequence)
 
     def forget(self, sequence: Sequence) -> None:
@@ -258,8 +180,12 @@ class FairQueue:
         return (loading + ready)[:limit]
 
     def _floor(self) -> float:
-        """The least that any running adapter was served; while none runs, the least of those that wait."""
-        return min((account.served for account in (self._running or self._accounts).values()), default=0.0)
+        """The least that any adapter was served which runs or could start; while none can, the least of those that wait."""
+        lanes = self._inside, self._outside
+        for lane in lanes:
+            lane.restore()
+        served = [account.served for account in self._running.values()] + [entry[0][0] for lane in lanes if (entry := lane.front())]
+        return min(served or [account.served for account in self._accounts.values()], default=0.0)
 
     def _lanes(self) -> tuple[Lane, ...]:
         return (self._inside, self._outside) if self._is_outside_shown else (self._inside,)
@@ -272,8 +198,8 @@ class FairQueue:
         line = account.lines.get(sequence.adapter)
         if line is None:
             line = account.lines[sequence.adapter] = Line(account, sequence.adapter)
-        line.sequences[sequence] = None
-        if len(line.sequences) == 1:
+        line.insert(sequence)
+        if line.head is sequence and line not in self._loading:
             self._lane_of(line).push(line)
         account.num_waiting += 1
         self._num_waiting += 1

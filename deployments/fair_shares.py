@@ -10,6 +10,7 @@ Turns alone (fair_queue.py) are not fair while a flood of long sequences holds a
   for one of those that wait. Nothing more of theirs is admitted, and they leave the pool when their last sequence stops running;
   nothing is computed twice. They leave at the same time: one after another, the last in a long line would wait for all of them.
   Versions of one adapter have one account, so none is ahead of another: when its turn comes, one that waits has those in the pool leave.
+  A pinned one can't, and keeps its account level with all others: so one that waits beside it has any leave that were served as much.
   Answers may be long, so for one that could start right away two kinds stop at once and are recomputed later: who has most of the
   pool, and those for whose pages one waits that has at least as many already, which stand empty meanwhile. But only when each of
   their sequences has sampled as many tokens as its start has cost: no more is recomputed than is gained.
@@ -72,6 +73,7 @@ class Leaving:
         self._num_kept = table.num_available_pages  # too few for the first of those that wait, and kept for it alone
         self._queue = queue
         self._running = running
+        self._pinned = {account_name(s.adapter) for s in running if s.adapter and s.adapter.is_pinned}
         self._served = {s.adapter: queue.served(s) for s in running if s.adapter and not s.adapter.is_pinned}
         # The next is the last: who is on the way out already, then who was served most.
         self._others = sorted(self._served, key=lambda adapter: (adapter in were_leaving, self._served[adapter]))
@@ -83,13 +85,14 @@ class Leaving:
         assert starved.adapter, "the base model needs no pages"
         num_kept, self._num_kept = self._num_kept, 0
         num_missing = starved.adapter.num_pages - num_kept
-        account, lead = account_name(starved.adapter), self._queue.served(starved) + self._lead
+        account, served = account_name(starved.adapter), self._queue.served(starved)
         leaving: list[Adapter] = []
         num_leaving = 0
         for adapter in reversed(self._others):
             if num_missing <= num_leaving:
                 break
-            if self._served[adapter] > lead or account_name(adapter) == account:
+            lead = self._served[adapter] - served
+            if lead > self._lead or account_name(adapter) == account or (lead >= 0 and account in self._pinned):
                 leaving.append(adapter)
                 num_leaving += adapter.num_pages
         for adapter in leaving:

@@ -48,7 +48,8 @@ class HostTier:
     def could_pin(self, adapter: Adapter, pinned: Iterable[Adapter], returning: Iterable[Adapter]) -> bool:
         """Whether that would leave room for others, and enough for those that are to go on."""
         num_left = self.max_bytes - self._most_bytes(adapter) - self._kept_bytes(adapter, pinned)
-        return num_left >= max((self._most_bytes(other) for other in returning if other is not adapter), default=self._page_bytes)
+        others = (other for other in returning if other is not adapter and not other.is_pinned)
+        return num_left >= max(map(self._most_bytes, others), default=self._page_bytes)
 
     def bytes_of(self, adapter: Adapter) -> int:
         entry = self._entries.get(adapter.host_copy)

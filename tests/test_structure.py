@@ -17,6 +17,7 @@ PURE = [
     "loray.deployments.adapters",
     "loray.deployments.block_pool",
     "loray.deployments.errors",
+    "loray.deployments.fair_lines",
     "loray.deployments.fair_queue",
     "loray.deployments.fair_shares",
     "loray.deployments.host_tier",

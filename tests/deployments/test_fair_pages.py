@@ -312,3 +312,23 @@ def test_an_adapter_that_waits_for_a_grammar_stays_where_a_pin_would_keep_it_fro
     held.waits_for_grammar = False
     server.run()
     assert output_of(held) == greedy("held", [5, 6], 3) and output_of(pinned) == greedy("pinned", [7], 3)
+
+
+def test_an_adapter_that_comes_while_the_base_model_runs_alone_starts_no_later_than_those_that_wait() -> None:
+    server, number = Server(num_blocks=4000, num_pages=1, max_batch_tokens=64, max_running=64), 0
+    asked: dict[str, list[Sequence]] = {"": [], "b": [], "c": []}
+    waits, cold, since = [], None, 0
+    for turn in range(1500):
+        for name, sequences in asked.items():
+            sequences[:] = [sequence for sequence in sequences if not sequence.is_finished]
+            while len(sequences) < 8:
+                number += 1
+                sequences.append(server.add([number], 10 + number % 40 if name else 20 + number % 40, name))
+        if cold is None and turn % 50 == 49:
+            number += 1
+            cold, since = server.add([number], 5, "cold"), turn
+        server.turn()
+        if cold and cold.is_finished:
+            waits.append(turn - since)
+            cold = None
+    assert len(waits) > 5 and max(waits) < 200, waits

@@ -56,3 +56,48 @@ def test_a_version_that_is_asked_for_without_end_leaves_turns_to_another(num_pag
             server.add_version("a", "hot", [number], 10)
         server.turn()
     assert output_of(cold) == greedy("cold", [1], 10)
+
+
+def test_a_version_whose_sibling_is_pinned_has_its_turn() -> None:
+    server = Server(num_blocks=4000, num_pages=3, max_batch_tokens=64, max_running=8)
+    asked = {"hot": [server.add_version("a", "hot", [1], 10)], "b": [], "c": []}
+    hot = asked["hot"][0].adapter
+    assert hot
+    server.scheduler.adapters.pin(hot)
+    cold, number = None, 0
+    for _ in range(600):
+        for version, sequences in asked.items():
+            sequences[:] = [sequence for sequence in sequences if not sequence.is_finished]
+            while len(sequences) < 4:
+                number += 1
+                sequences.append(server.add_version("a" if version == "hot" else version, version, [number], 10))
+        if number > 40 and cold is None:
+            cold = server.add_version("a", "cold", [1], 5)
+        server.turn()
+    assert cold and output_of(cold) == greedy("cold", [1], 5)
+
+
+def test_versions_keep_their_order_whoever_gave_way_first_and_whoever_is_aborted() -> None:
+    queue = NamedQueue()
+    oldest = queue.start(queue.arrive("oldest", "a.1"))
+    queue.arrive("other", "a.2")
+    youngest = queue.start(queue.arrive("youngest", "a.1"))
+    for sequence in (oldest, youngest):
+        queue.put_back(sequence)
+        sequence.slot = None
+    queue.forget(youngest)
+    assert queue.names() == ["oldest", "other"]
+
+
+def test_of_those_that_gave_way_the_oldest_goes_on_first_then_the_next_oldest() -> None:
+    queue = NamedQueue()
+    first, second = (queue.start(queue.arrive(name, "a")) for name in ("first", "second"))
+    queue.arrive("last", "a")
+    for sequence in (first, second):
+        queue.put_back(sequence)
+        sequence.slot = None
+    order = []
+    for sequence in queue:
+        order.append(sequence.request.request_id)
+        queue.start(sequence)
+    assert order == ["first", "second", "last"]
