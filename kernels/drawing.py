@@ -83,7 +83,7 @@ def _threshold_among(scores: Tensor, ordered: Tensor, top_k: Tensor, top_p: Tens
         all_scores = torch.where(top_k <= num_tokens, all_scores, scores.logsumexp(-1, keepdim=True))
     probs = (ordered - all_scores).exp()
     mass_before = probs.cumsum(-1) - probs
-    is_dropped = is_beyond_k | (mass_before >= top_p)
+    is_dropped = is_beyond_k | ((top_p < 1) & (mass_before >= top_p))
     num_kept = (~is_dropped).sum(-1, keepdim=True).clamp_(min=1)
     is_enough = (top_k <= num_tokens) | ((top_k == vocab_size) & (num_kept < num_tokens))
     return ordered.gather(1, num_kept - 1), is_enough.squeeze(1)

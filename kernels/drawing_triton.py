@@ -35,7 +35,7 @@ def _draw_kernel(  # type: ignore[no-untyped-def]
     top_k, top_p = tl.load(top_ks + row), tl.load(top_ps + row)
     first_key, second_key = tl.load(keys + 2 * row).to(tl.uint32, bitcast=True), tl.load(keys + 2 * row + 1).to(tl.uint32, bitcast=True)
     max_count = tl.where((top_k > 0) & (top_k < vocab_size), top_k, vocab_size).to(tl.int32)
-    max_mass = tl.full((), float("inf"), tl.float32)  # that tokens with larger scores may have
+    max_mass = tl.full((), 0.0, tl.float32)  # with top-p: tokens with larger scores have less
     top, least = tl.full((), 0.0, tl.float32), tl.full((), float("-inf"), tl.float32)
     if top_p < 1.0:
         top = _largest(scores, vocab_size, factor, BLOCK)
@@ -49,7 +49,7 @@ def _draw_kernel(  # type: ignore[no-untyped-def]
     is_limited = (max_count < vocab_size) | (top_p < 1.0)
     while is_limited:
         other, other_score, count, mass = _best(scores, vocab_size, factor, top, score, False, first_key, second_key, BLOCK)
-        is_limited = (count > 0) & ((count >= max_count) | (mass >= max_mass))
+        is_limited = (count > 0) & ((count >= max_count) | ((top_p < 1.0) & (mass >= max_mass)))  # without top-p the mass may be infinite
         token = tl.where(is_limited, other, token)
         score = tl.where(is_limited, other_score, score)
     tl.store(tokens + row, token.to(tl.int64))

@@ -78,11 +78,12 @@ def read_rank_adapter(folder: Path, spec: AdapterSpec, targets: Mapping[str, Tar
             _check_copy(tensors[name], name, targets[path].layer)
         vectors = dict(_vectors(tensors, spec, targets))
         _check_finite(values, views, vectors, max_elements)
+        squares = dict(_squares(spec, views, targets))
     except (OSError, KeyError, RuntimeError, ValueError) as error:  # also: another file than the one just checked
         raise AdapterError(f"adapter {folder.name!r}: {WEIGHTS_FILE} cannot be read: {error}") from error
     except AdapterError as error:
         raise AdapterError(f"adapter {folder.name!r}: {error}") from None
-    return RankAdapter(spec, values, shapes, vectors, dict(_squares(spec, views, targets)))
+    return RankAdapter(spec, values, shapes, vectors, squares)
 
 
 def _check_finite(

@@ -113,7 +113,7 @@ class LoraPool:
         for index, (load, adapter) in enumerate(zip(loads, found, strict=True)):
             self._forget(load.page_ids)
             if isinstance(adapter, str) or failed[index]:
-                reasons[index] = adapter if isinstance(adapter, str) else "another rank could not read the adapter"
+                reasons[index] = adapter if isinstance(adapter, str) else "another rank could not take the adapter"
                 self._writer.write_matrices({}, load.page_ids)
             else:
                 self._place(adapter, load.page_ids)

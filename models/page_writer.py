@@ -48,11 +48,13 @@ class PageWriter:
             _scatter(torch.empty(1, dtype=next(iter(self._dtypes)), device=self._device), no_rows, most_elements=1)
 
     def has_room(self, adapter: RankAdapter) -> bool:
-        """Whether the device can hold a copy of the adapter for as long as its pages are filled from it."""
+        """Whether the device can hold what it takes to fill the pages: a copy of the adapter, and where it has more than pages, as much
+        again for B with its gains and for what stays."""
         if self._stream is None:
             return True
-        with torch.cuda.stream(self._stream):  # whose memory it will be
-            return fits(lambda: torch.empty_like(adapter.values, device=self._device))
+        stream, num_copies = (self._stream, 1) if adapter.has_pages_only else (torch.cuda.current_stream(self._device), 3)
+        with torch.cuda.stream(stream):  # whose memory it will be
+            return fits(lambda: torch.empty(num_copies * adapter.values.nbytes, dtype=torch.uint8, device=self._device))
 
     def write(self, adapter: RankAdapter, page_ids: list[int]) -> Arrival | None:
         """The whole adapter. On a GPU it is under way when this comes back; see `wait`."""
