@@ -18,6 +18,7 @@ from loray.deployments.app import build
 from loray.deployments.config import ServerArgs
 from loray.deployments.serve_transport import choose_grpc
 from loray.models.converted import cache_folder
+from tests.e2e.patience import PATIENCE_S
 from tests.models.tiny_llama import save_adapter, save_llama
 from tests.tiny_tokenizer import save_tiny_tokenizer, tiny_tokenizer
 
@@ -30,12 +31,12 @@ class App:
     url: str
 
     def post(self, path: str, body: dict[str, Any]) -> httpx.Response:
-        return httpx.post(self.url + path, json=body, timeout=120)
+        return httpx.post(self.url + path, json=body, timeout=PATIENCE_S)
 
     def ask_driver(self, method: str) -> Any:
-        return getattr(serve.get_deployment_handle("Driver", self.name), method).remote().result(timeout_s=60)
+        return getattr(serve.get_deployment_handle("Driver", self.name), method).remote().result(timeout_s=PATIENCE_S)
 
-    def wait_until(self, condition: Callable[[dict[str, float]], bool], seconds: float = 20) -> dict[str, float]:
+    def wait_until(self, condition: Callable[[dict[str, float]], bool], seconds: float = PATIENCE_S) -> dict[str, float]:
         """The driver's numbers, once they are as they should be."""
         deadline = time.monotonic() + seconds
         while not condition(stats := self.ask_driver("stats")):

@@ -11,6 +11,7 @@ import httpx
 from loray.models.adapter import WEIGHTS_FILE
 from tests.e2e.conftest import App
 from tests.e2e.file_server import FileServer
+from tests.e2e.patience import PATIENCE_S
 
 
 class Moving(NamedTuple):
@@ -24,7 +25,7 @@ class Moving(NamedTuple):
         shutil.copy(version / WEIGHTS_FILE, staged)
         os.replace(staged, self.folder / WEIGHTS_FILE)
         if self.is_reloaded:
-            answer = httpx.post(f"{app.url}/admin/adapters/{self.adapter_id}/reload", headers=key, timeout=60)
+            answer = httpx.post(f"{app.url}/admin/adapters/{self.adapter_id}/reload", headers=key, timeout=PATIENCE_S)
             assert answer.status_code == 200, answer.text
 
 

@@ -11,7 +11,8 @@ from hypothesis import strategies as st
 from schemathesis import APIOperation, Case, GenerationMode
 from schemathesis.checks import CHECKS, load_all_checks
 
-TIMEOUT_S = 60  # no answer by then is a hang
+from tests.e2e.patience import PATIENCE_S
+
 CHECK_NAMES = [
     "not_a_server_error",
     "status_code_conformance",
@@ -118,7 +119,7 @@ class SchemaFuzz:
         self.counts[operation.label] += 1
         headers = self._admin if operation.path.startswith("/admin") else {}
         try:
-            response = case.call(base_url=self._url, session=self._session, headers=headers, timeout=TIMEOUT_S)
+            response = case.call(base_url=self._url, session=self._session, headers=headers, timeout=PATIENCE_S)
         except requests.RequestException as error:
             self._note(case, type(error).__name__, 0, str(error))
             return

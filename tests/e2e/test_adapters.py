@@ -23,6 +23,7 @@ from tests.e2e.conftest import App
 from tests.e2e.file_server import FileServer, serving
 from tests.e2e.moving_adapter import Moving, moving
 from tests.e2e.oracle import Oracle
+from tests.e2e.patience import PATIENCE_S
 from tests.e2e.stored_times import spread, store
 from tests.models.tiny_llama import save_adapter, save_llama
 
@@ -104,7 +105,7 @@ def token_ids(app: App, adapter_id: str = "", **parameters: Any) -> list[int]:
 
 
 def adapters(app: App) -> dict[str, dict[str, Any]]:
-    return {one["adapter_id"]: one for one in httpx.get(f"{app.url}/admin/adapters", headers=ADMIN, timeout=30).json()["adapters"]}
+    return {one["adapter_id"]: one for one in httpx.get(f"{app.url}/admin/adapters", headers=ADMIN, timeout=PATIENCE_S).json()["adapters"]}
 
 
 def assert_right(oracle: Oracle, adapter_id: str, output_ids: list[int]) -> None:
@@ -139,13 +140,13 @@ def test_an_adapter_that_is_slow_to_come_holds_up_nobody(app: App, oracle: Oracl
         waiting = [clients.submit(token_ids, app, slow) for _ in range(2)]
         assert files.waiting.wait(30)
         others = [clients.submit(token_ids, app, f"{files.url}/other{i}") for i in range(10)]
-        assert len({tuple(other.result(60)) for other in others}) > 1
+        assert len({tuple(other.result(PATIENCE_S)) for other in others}) > 1
         assert_right(oracle, "", token_ids(app))
         assert not any(call.done() for call in waiting)
         files.held = set()
         files.let_go.set()
         for call in waiting:
-            assert_right(oracle, "a8", call.result(60))
+            assert_right(oracle, "a8", call.result(PATIENCE_S))
     assert files.num_reads == 11, "two requests for one adapter, one download"
 
 
@@ -160,7 +161,7 @@ def test_an_adapter_in_s3_is_served_and_unloading_it_frees_all_three_tiers(app: 
     num_files = len(list(downloads.rglob(WEIGHTS_FILE)))
     assert num_files >= 2
     for adapter_id in (by_url, by_source):
-        assert httpx.delete(f"{app.url}/admin/adapters/{adapter_id}", headers=ADMIN, timeout=30).status_code == 200
+        assert httpx.delete(f"{app.url}/admin/adapters/{adapter_id}", headers=ADMIN, timeout=PATIENCE_S).status_code == 200
     app.wait_until(lambda stats: stats["adapter_pages_used"] == before["adapter_pages_used"] - 2)
     app.wait_until(lambda stats: stats["adapter_host_bytes_used"] < before["adapter_host_bytes_used"])
     deadline = time.monotonic() + 30
@@ -168,7 +169,7 @@ def test_an_adapter_in_s3_is_served_and_unloading_it_frees_all_three_tiers(app: 
         assert time.monotonic() < deadline, "it is still listed, or on disk"
         time.sleep(0.05)
     assert_right(oracle, "a4", token_ids(app, by_url))
-    assert httpx.delete(f"{app.url}/admin/adapters/{by_url}", headers=ADMIN, timeout=30).status_code == 200
+    assert httpx.delete(f"{app.url}/admin/adapters/{by_url}", headers=ADMIN, timeout=PATIENCE_S).status_code == 200
 
 
 @pytest.mark.parametrize("strategy", ["linear", "ties"])
@@ -218,7 +219,7 @@ def check_bad_requests(app: App, bad: dict[str, str], count: int) -> dict[str, A
             count += 1
         return count
 
-    with httpx.Client(timeout=60) as client, ThreadPoolExecutor(16) as clients:
+    with httpx.Client(timeout=PATIENCE_S) as client, ThreadPoolExecutor(16) as clients:
         goods = [clients.submit(good) for _ in range(8)]
         try:
             answers = list(clients.map(lambda i: client.post(app.url + "/generate", json=body(ids[i % len(ids)])), range(count)))
@@ -296,5 +297,5 @@ def test_ten_thousand_bad_requests(app: App, root: Path, tiny_model: Path, tmp_p
 
 def test_metrics_tell_of_adapters_and_of_the_prefix_cache(app: App) -> None:
     token_ids(app, "a4")
-    families = httpx.get(f"{app.url}/metrics", headers={"Accept": "application/json"}, timeout=30).json()
+    families = httpx.get(f"{app.url}/metrics", headers={"Accept": "application/json"}, timeout=PATIENCE_S).json()
     assert "loray_adapter_requests" in json.dumps(families) and "loray_driver_adapter_evictions_host_total" in json.dumps(families)

@@ -19,6 +19,7 @@ from ray import serve
 from loray.deployments.cli import main
 from loray.deployments.errors import AdapterFailed
 from tests.e2e.conftest import App
+from tests.e2e.patience import PATIENCE_S
 from tests.models.tiny_llama import save_adapter
 
 pytestmark = pytest.mark.slow
@@ -42,7 +43,7 @@ def app(start_app: Callable[..., Any], tiny_model: Path, root: Path) -> Iterator
 
 
 def ask(app: App, method: str, path: str = "", **kwargs: Any) -> httpx.Response:
-    return httpx.request(method, f"{app.url}/admin/adapters{path}", headers=ADMIN, timeout=60, **kwargs)
+    return httpx.request(method, f"{app.url}/admin/adapters{path}", headers=ADMIN, timeout=PATIENCE_S, **kwargs)
 
 
 def adapters(app: App) -> dict[str, dict[str, Any]]:
@@ -51,7 +52,7 @@ def adapters(app: App) -> dict[str, dict[str, Any]]:
     return {adapter["adapter_id"]: adapter for adapter in response.json()["adapters"]} if response.status_code == 200 else {}
 
 
-def wait_until(claim: Callable[[], bool], seconds: float = 60) -> None:
+def wait_until(claim: Callable[[], bool], seconds: float = PATIENCE_S) -> None:
     deadline = time.monotonic() + seconds
     while not claim():
         assert time.monotonic() < deadline, "it never came true"

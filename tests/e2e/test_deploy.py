@@ -14,6 +14,7 @@ import pytest
 import yaml
 
 from tests.e2e.conftest import free_port
+from tests.e2e.patience import PATIENCE_S
 
 pytestmark = pytest.mark.slow
 
@@ -44,11 +45,11 @@ class Cluster:
 
     def status(self) -> dict[str, Any]:
         """The same from the dashboard, which takes no two seconds."""
-        answer = httpx.get(f"http://127.0.0.1:{self.dashboard}/api/serve/applications/", timeout=30)
+        answer = httpx.get(f"http://127.0.0.1:{self.dashboard}/api/serve/applications/", timeout=PATIENCE_S)
         return dict(answer.json()["applications"].get("loray", {})) if answer.status_code == 200 else {}
 
 
-def wait_for(condition: Callable[[], bool], what: str, seconds: float = 120) -> None:
+def wait_for(condition: Callable[[], bool], what: str, seconds: float = PATIENCE_S) -> None:
     deadline = time.monotonic() + seconds
     while not condition():
         assert time.monotonic() < deadline, f"never {what}"
@@ -87,7 +88,7 @@ def test_a_good_config_is_served_and_a_bad_one_is_refused_by_field_while_the_old
 
     def generates() -> bool:
         body = {"inputs": "hello", "parameters": {"max_new_tokens": 2}}
-        return httpx.post(f"http://127.0.0.1:{cluster.http}/generate", json=body, timeout=60).status_code == 200
+        return httpx.post(f"http://127.0.0.1:{cluster.http}/generate", json=body, timeout=PATIENCE_S).status_code == 200
 
     deploy()
     wait_for(lambda: cluster.status().get("status") == "RUNNING", "running")
@@ -107,4 +108,5 @@ def test_a_good_config_is_served_and_a_bad_one_is_refused_by_field_while_the_old
         assert generates(), "the old version goes on serving"
     deploy(scheduler={"max_running": 7}, limits={"max_concurrent_requests": 7})
     wait_for(lambda: cluster.status().get("status") == "RUNNING", "running again")
-    wait_for(lambda: httpx.get(f"http://127.0.0.1:{cluster.http}/info").json()["max_concurrent_requests"] == 7, "updated")
+    info = f"http://127.0.0.1:{cluster.http}/info"
+    wait_for(lambda: httpx.get(info, timeout=PATIENCE_S).json()["max_concurrent_requests"] == 7, "updated")

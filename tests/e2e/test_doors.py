@@ -18,6 +18,7 @@ from loray.deployments.config import BLOCK_SIZE
 from loray.deployments.errors import AdapterNotFound, InvalidRequest
 from tests.e2e.conftest import App
 from tests.e2e.oracle import Oracle
+from tests.e2e.patience import PATIENCE_S
 from tests.models import embedding_oracle
 
 pytestmark = pytest.mark.slow
@@ -157,7 +158,7 @@ def test_blocks_are_free_again_when_the_client_leaves(app: App) -> None:
     long = body("a4", max_new_tokens=2000)
 
     def leave_after_the_first_token(_: int) -> None:
-        with httpx.stream("POST", app.url + "/generate_stream", json=long, timeout=60) as response:
+        with httpx.stream("POST", app.url + "/generate_stream", json=long, timeout=PATIENCE_S) as response:
             next(response.iter_lines())
 
     before = app.wait_until_idle()["generated_tokens_total"]

@@ -17,6 +17,7 @@ import pytest
 
 from tests.e2e.conftest import App
 from tests.e2e.oracle import Oracle
+from tests.e2e.patience import PATIENCE_S
 
 pytestmark = pytest.mark.slow
 
@@ -62,10 +63,10 @@ async def stream(
 async def streams_through(app: App, disaster: Callable[[], None]) -> list[list[int]]:
     """Eight streams; the disaster strikes when all of them are under way."""
     started: asyncio.Queue[None] = asyncio.Queue()
-    async with httpx.AsyncClient(timeout=180) as client:
+    async with httpx.AsyncClient(timeout=PATIENCE_S) as client:
         tasks = [asyncio.create_task(stream(client, app, *request, started)) for request in STREAMS]
         for _ in tasks:
-            await asyncio.wait_for(started.get(), 120)
+            await asyncio.wait_for(started.get(), PATIENCE_S)
         assert not any(task.done() for task in tasks), "the disaster comes in the middle"
         await asyncio.to_thread(disaster)
         return await asyncio.gather(*tasks)
@@ -83,16 +84,16 @@ async def streams_beside_a_replaced_adapter(app: App, folder: Path, other: Path,
     shutil.rmtree(folder, ignore_errors=True)
     shutil.copytree(folder.parent / "a4", folder)
     started: asyncio.Queue[None] = asyncio.Queue()
-    async with httpx.AsyncClient(timeout=180) as client:
+    async with httpx.AsyncClient(timeout=PATIENCE_S) as client:
         ninth = asyncio.create_task(stream(client, app, folder.name, "stream 9", {}, started))
-        await asyncio.wait_for(started.get(), 120)
+        await asyncio.wait_for(started.get(), PATIENCE_S)
         outputs = await streams_through(app, replace_and_strike)
         with pytest.raises(StreamFailed, match="was replaced meanwhile"):
             await ninth
     return outputs
 
 
-def assert_gone(pids: list[int], seconds: float = 20) -> None:
+def assert_gone(pids: list[int], seconds: float = 60) -> None:
     deadline = time.monotonic() + seconds
     while alive := [pid for pid in pids if is_alive(pid)]:
         assert time.monotonic() < deadline, f"processes left over: {alive}"

@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from tests.e2e.oracle import Oracle
+from tests.e2e.patience import PATIENCE_S
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA GPU")]
 
@@ -23,7 +24,7 @@ async def generate(url: str) -> list[list[int]]:
         assert response.status_code == 200, response.text
         return [token["id"] for token in response.json()["details"]["tokens"]]
 
-    async with httpx.AsyncClient(timeout=120) as client:
+    async with httpx.AsyncClient(timeout=PATIENCE_S) as client:
         return await asyncio.gather(*(one(client, i) for i in range(16)))
 
 

@@ -21,11 +21,11 @@ import yaml
 from safetensors.numpy import save_file
 
 from loray.deployments.serve_transport import ENVIRONMENT
+from tests.e2e.patience import PATIENCE_S
 
 pytestmark = pytest.mark.slow
 
-START_S = 120  # on a busy machine
-STOP_S = 10
+STOP_S = 60
 RAY_AGENTS = {"ray::DashboardAgent", "ray::RuntimeEnvAgent"}  # after a SIGKILL these two try for a minute to report it to the dead
 
 
@@ -54,7 +54,7 @@ class Launcher:
                 self.ready.set()
 
     def wait_ready(self) -> str:
-        deadline = time.monotonic() + START_S
+        deadline = time.monotonic() + PATIENCE_S
         while not self.ready.wait(0.2):
             assert self.process.poll() is None, self.stderr
             assert time.monotonic() < deadline, self.stderr
@@ -128,7 +128,7 @@ def test_sigterm_ends_three_ranks_at_once_although_a_stream_is_open(config: Path
         url = launcher.wait_ready()
         assert httpx.get(f"{url}/info").json()["tensor_parallel_size"] == 3
         body = {"inputs": "a", "parameters": {"max_new_tokens": 2000, "ignore_eos_token": True}}
-        with httpx.stream("POST", f"{url}/generate_stream", json=body, timeout=60) as stream:
+        with httpx.stream("POST", f"{url}/generate_stream", json=body, timeout=PATIENCE_S) as stream:
             next(stream.iter_lines())
             launcher.process.terminate()
             assert launcher.wait_ended() == 0
@@ -154,7 +154,7 @@ def test_weights_that_can_not_be_loaded_end_it_with_one_line(config: Path, tiny_
     shutil.copytree(tiny_model, broken)
     save_file({"other.weight": np.zeros(1)}, broken / "model.safetensors")
     with launched("--config", str(config), "--model", str(broken)) as launcher:
-        assert launcher.wait_ended(START_S) == 1
+        assert launcher.wait_ended(PATIENCE_S) == 1
         assert launcher.stdout == []
         assert "can't start" in launcher.stderr[-1]
         assert "unexpected other.weight" in launcher.stderr[-1]

@@ -10,6 +10,7 @@ from transformers import BloomConfig, PretrainedConfig
 
 from tests.e2e.conftest import App
 from tests.e2e.oracle import Oracle
+from tests.e2e.patience import PATIENCE_S
 from tests.models.families import FAMILIES, Adapter, config_of, random_model, save_adapter
 from tests.tiny_tokenizer import save_tiny_tokenizer, tiny_tokenizer
 
@@ -55,7 +56,7 @@ async def generate(client: httpx.AsyncClient, app: App, adapter_id: str, prompt:
 
 
 async def ask_all(app: App, requests: list[tuple[str, str]]) -> list[list[int]]:
-    async with httpx.AsyncClient(timeout=120) as client:
+    async with httpx.AsyncClient(timeout=PATIENCE_S) as client:
         return await asyncio.gather(*(generate(client, app, *request) for request in requests))
 
 
@@ -72,7 +73,7 @@ def test_an_adapter_of_another_model_is_refused_by_tensor_and_shapes_and_others_
     app, oracle = served
 
     async def ask() -> tuple[list[int], httpx.Response]:
-        async with httpx.AsyncClient(timeout=120) as client:
+        async with httpx.AsyncClient(timeout=PATIENCE_S) as client:
             body = {"inputs": "hello", "parameters": {"adapter_id": "foreign"}}
             return await asyncio.gather(generate(client, app, "small", "hello"), client.post(app.url + "/generate", json=body))
 

@@ -11,6 +11,7 @@ import pytest
 
 from tests.e2e.conftest import App
 from tests.e2e.oracle import Oracle
+from tests.e2e.patience import PATIENCE_S
 from tests.e2e.schema_fuzz import BODIES, SchemaFuzz
 
 pytestmark = pytest.mark.slow
@@ -88,7 +89,7 @@ def test_bodies_that_are_no_json_objects_are_refused_in_the_apis_shape(app: App,
     def refusal(path: str, body: bytes, media_type: str) -> httpx.Response:
         body = body.replace(b"FIELD", next(iter(BODIES[path])).encode())
         headers = {"Content-Type": media_type, "Authorization": f"Bearer {ADMIN_KEY}"}
-        return httpx.post(app.url + path, content=body, headers=headers, timeout=60)
+        return httpx.post(app.url + path, content=body, headers=headers, timeout=PATIENCE_S)
 
     cases = [(path, name, *body) for path in BODIES for name, body in HOSTILE_BODIES.items()]
     with ThreadPoolExecutor(8) as pool:

@@ -13,6 +13,7 @@ from lorax.types import Response, StreamResponse
 
 from tests.e2e.conftest import App
 from tests.e2e.oracle import Oracle
+from tests.e2e.patience import PATIENCE_S
 
 pytestmark = [pytest.mark.slow, pytest.mark.filterwarnings("ignore:The `dict` method is deprecated")]  # in the client itself
 
@@ -54,8 +55,8 @@ class Clients:
     """The same call by each door; they must agree."""
 
     def __init__(self, url: str) -> None:
-        self.sync = lorax.Client(url, timeout=60)
-        self.asynchronous = lorax.AsyncClient(url, timeout=60)
+        self.sync = lorax.Client(url, timeout=PATIENCE_S)
+        self.asynchronous = lorax.AsyncClient(url, timeout=PATIENCE_S)
 
     def generate(self, **parameters: Any) -> Response:
         response = self.sync.generate(PROMPT, **parameters)

@@ -13,6 +13,7 @@ import pytest
 
 from tests.e2e.conftest import App
 from tests.e2e.oracle import Oracle
+from tests.e2e.patience import PATIENCE_S
 
 pytestmark = pytest.mark.slow
 
@@ -91,7 +92,7 @@ def neighbours(app: App, names: list[str]) -> Iterator[list[Iterator[dict[str, A
     """Streams that run until they are left, of which each has its first token."""
 
     def begin(name: str) -> Iterator[dict[str, Any]]:
-        request = httpx.stream("POST", app.url + "/generate_stream", json=native_body(name, FOR_EVER), timeout=60)
+        request = httpx.stream("POST", app.url + "/generate_stream", json=native_body(name, FOR_EVER), timeout=PATIENCE_S)
         lines = stack.enter_context(request).iter_lines()
         return (json.loads(line.removeprefix("data:")) for line in lines if line.startswith("data:"))
 

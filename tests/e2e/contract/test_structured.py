@@ -12,6 +12,7 @@ import pytest
 from tests.deployments.varied_schemas import ENFORCEABLE, closed
 from tests.e2e.conftest import App
 from tests.e2e.oracle import Oracle
+from tests.e2e.patience import PATIENCE_S
 
 pytestmark = pytest.mark.slow
 
@@ -110,6 +111,6 @@ def with_adapter(body: dict[str, Any], adapter_id: str) -> dict[str, Any]:
 def test_a_client_that_leaves_an_answer_in_a_form_leaves_nothing_behind(app: App) -> None:
     endless = {"type": "array", "items": {"type": "integer"}, "minItems": 1000}
     before = app.wait_until_idle()["generated_tokens_total"]
-    with httpx.stream("POST", app.url + "/generate_stream", json=native_body(endless, 1, "a4"), timeout=60) as response:
+    with httpx.stream("POST", app.url + "/generate_stream", json=native_body(endless, 1, "a4"), timeout=PATIENCE_S) as response:
         assert next(response.iter_lines()).startswith("data:")
     assert app.wait_until_idle()["generated_tokens_total"] - before < MAX_TOKENS
