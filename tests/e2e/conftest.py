@@ -33,6 +33,9 @@ class App:
     def post(self, path: str, body: dict[str, Any]) -> httpx.Response:
         return httpx.post(self.url + path, json=body, timeout=PATIENCE_S)
 
+    def get(self, path: str, headers: dict[str, str] | None = None) -> httpx.Response:
+        return httpx.get(self.url + path, headers=headers, timeout=PATIENCE_S)
+
     def ask_driver(self, method: str) -> Any:
         return getattr(serve.get_deployment_handle("Driver", self.name), method).remote().result(timeout_s=PATIENCE_S)
 

@@ -85,9 +85,9 @@ def kill_all(deployment: str) -> None:
 
 
 def test_the_key_is_the_admins_own(app: App) -> None:
-    assert httpx.get(f"{app.url}/admin/adapters").status_code == 401
-    assert httpx.get(f"{app.url}/admin/adapters", headers={"Authorization": "Bearer wrong"}).status_code == 401
-    assert httpx.get(f"{app.url}/v1/models").status_code == 200
+    assert app.get("/admin/adapters").status_code == 401
+    assert app.get("/admin/adapters", headers={"Authorization": "Bearer wrong"}).status_code == 401
+    assert app.get("/v1/models").status_code == 200
 
 
 def test_load_pin_and_unload_reach_every_replica(app: App) -> None:

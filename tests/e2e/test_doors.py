@@ -169,7 +169,7 @@ def test_blocks_are_free_again_when_the_client_leaves(app: App) -> None:
     with pytest.raises(httpx.TimeoutException):
         httpx.post(app.url + "/generate", json=long, timeout=0.1)
     app.wait_until_idle()
-    assert re.search(r"^loray_driver_kv_blocks_used\{replica=\"\w+\"\} 0\.0$", httpx.get(app.url + "/metrics").text, re.MULTILINE)
+    assert re.search(r"^loray_driver_kv_blocks_used\{replica=\"\w+\"\} 0\.0$", app.get("/metrics").text, re.MULTILINE)
 
 
 def test_whoever_leaves_before_anything_came_has_nothing_computed_to_the_end(app: App) -> None:
@@ -199,11 +199,11 @@ def test_a_stop_string_ends_the_request_in_the_engine_too(app: App) -> None:
 
 def test_health_info_and_metrics_answer(app: App) -> None:
     for path in ("/", "/health", "/ping", "/startup"):
-        assert httpx.get(app.url + path).status_code == 200
-    info = httpx.get(app.url + "/info").json()
+        assert app.get(path).status_code == 200
+    info = app.get("/info").json()
     assert info["max_total_tokens"] == 2048 and info["model_dtype"] == "float32" and info["attention"]
     assert info["max_batch_total_tokens"] == info["kv_blocks"] * BLOCK_SIZE
-    assert re.search(r"^loray_driver_kv_blocks\{replica=\"\w+\"\} \d", httpx.get(app.url + "/metrics").text, re.MULTILINE)
+    assert re.search(r"^loray_driver_kv_blocks\{replica=\"\w+\"\} \d", app.get("/metrics").text, re.MULTILINE)
 
 
 def test_an_answer_of_many_megabytes_comes_whole(app: App, tiny_model: Path) -> None:

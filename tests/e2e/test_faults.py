@@ -131,7 +131,7 @@ def test_streams_go_on_with_the_same_tokens_when(disaster: str, app: App, oracle
             oracle.assert_greedy(adapter_id, prompt_ids, output_ids)
     assert_gone(before["ranks"] + before["driver"])
     assert app.post("/generate", {"inputs": "again", "parameters": {"max_new_tokens": 3}}).status_code == 200
-    assert httpx.get(app.url + "/health").status_code == 200
+    assert app.get("/health").status_code == 200
     app.wait_until_idle()
 
 

@@ -32,7 +32,7 @@ def test_mixed_adapters_on_a_gpu_give_the_greedy_tokens(start_app: Callable[...,
     model = {"id": str(tiny_model), "dtype": "float32"}
     with start_app("gpu", device="cuda", model=model, adapters={"local_roots": [tiny_adapters]}) as app:
         outputs = asyncio.run(generate(app.url))
-        assert httpx.get(app.url + "/info").json()["model_device_type"] == "cuda"
+        assert app.get("/info").json()["model_device_type"] == "cuda"
         app.wait_until_idle()
     oracle = Oracle(tiny_model, {name: tiny_adapters / name for name in NAMES[1:]})
     for i, output_ids in enumerate(outputs):
