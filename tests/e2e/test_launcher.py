@@ -10,7 +10,7 @@ import sys
 import threading
 import time
 from collections.abc import Container, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 import httpx
@@ -39,6 +39,7 @@ class Launcher:
         self.stdout: list[str] = []
         self.stderr: list[str] = []
         self.ready = threading.Event()
+        self.names: dict[psutil.Process, str] = {}
         assert self.process.stdout is not None and self.process.stderr is not None
         self._threads = [
             threading.Thread(target=self._read, args=(self.process.stdout, self.stdout), daemon=True),
@@ -58,8 +59,10 @@ class Launcher:
         while not self.ready.wait(0.2):
             assert self.process.poll() is None, self.stderr
             assert time.monotonic() < deadline, self.stderr
-        self.children = psutil.Process(self.process.pid).children(recursive=True)
-        self.names = {child: child.name() for child in self.children}
+        for child in psutil.Process(self.process.pid).children(recursive=True):
+            with suppress(psutil.NoSuchProcess):
+                self.names[child] = child.name()
+        self.children = list(self.names)
         return self.stdout[0].split()[3]
 
     def environment(self, title: str) -> dict[str, str]:
