@@ -502,6 +502,18 @@ def test_after_a_reload_every_token_is_asked_about_again(world: World) -> None:
         store.find(with_token("hf_two"))
 
 
+def test_after_it_was_removed_every_token_is_asked_about_again(world: World) -> None:
+    world.hub.readers["org/small"] = {"hf_one", "hf_two"}
+    store = world.store()
+    for token in ("hf_one", "hf_two"):
+        store.find(with_token(token))
+    store.remove(HUB)
+    world.hub.readers["org/small"] = {"hf_one"}
+    store.find(with_token("hf_one"))
+    with pytest.raises(AdapterNotFound):
+        store.find(with_token("hf_two"))
+
+
 def test_equal_files_that_became_private_are_after_a_reload_for_their_readers_alone(world: World) -> None:
     store = world.store(default_source="hub")
     first = store.find(HUB)

@@ -73,6 +73,7 @@ ITEMS: dict[str, Callable[[Names], Settings]] = {
     "lora_bias": lambda names: {"lora_bias": True},
     "lora_bias on the head": lambda names: {"lora_bias": True, "target_modules": ["lm_head"]},
     "bias, lora_only": lambda names: {"bias": "lora_only", "target_modules": [names.column, names.row]},
+    "bias, lora_only, with lora_bias": lambda names: {"bias": "lora_only", "lora_bias": True, "lora_alpha": 24},
     "bias, lora_only, with DoRA": lambda names: {"bias": "lora_only", "use_dora": True},
     "LoRA on the embedding": lambda names: {"target_modules": [names.embedding, names.column], "r": 5},
     "LoRA on the embedding alone": lambda names: {"target_modules": [names.embedding], "r": 12},

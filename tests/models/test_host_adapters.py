@@ -4,6 +4,7 @@ import json
 import shutil
 import threading
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -144,29 +145,43 @@ def test_a_page_forgets_the_gains_and_tokens_of_its_former_adapter(base: Path, a
     assert not conductor.runner._lora.specials
 
 
+def linear_target(inputs: int, outputs: int, part: Shard) -> dict[str, Target]:
+    linear: Linear = row_linear("lin", (inputs, part), outputs, False, Parallel())
+    return {"x.lin": Target(linear, 0, linear.projections[0])}
+
+
+def save_linear(folder: Path, tensors: dict[str, torch.Tensor], **config: Any) -> None:
+    save_file({f"x.lin.{name}": tensor for name, tensor in tensors.items()}, folder / "adapter_model.safetensors")
+    rank = len(tensors["lora_A.weight"])
+    (folder / "adapter_config.json").write_text(json.dumps({"peft_type": "LORA", "r": rank, "target_modules": ["lin"], **config}))
+
+
 def test_matrices_larger_than_one_step_are_read_whole(tmp_path: Path) -> None:
     """Read in pieces, of which each is too small for torch to share it out among threads."""
     inputs, outputs, rank = 1500, 900, 50
     a, b = torch.randn(rank, inputs), torch.randn(outputs, rank)
     assert min(a.numel(), b.numel()) > MAX_ELEMENTS_AT_ONCE
-    save_file({"x.lin.lora_A.weight": a, "x.lin.lora_B.weight": b}, tmp_path / "adapter_model.safetensors")
-    config = {"peft_type": "LORA", "r": rank, "lora_alpha": 25, "target_modules": ["lin"]}
-    (tmp_path / "adapter_config.json").write_text(json.dumps(config))
-    linear: Linear = row_linear("lin", (inputs, Shard(100, 1300)), outputs, False, Parallel())
-    targets = {"x.lin": Target(linear, 0, linear.projections[0])}
+    save_linear(tmp_path, {"lora_A.weight": a, "lora_B.weight": b}, lora_alpha=25)
+    targets = linear_target(inputs, outputs, Shard(100, 1300))
     adapter = read_rank_adapter(tmp_path, read_adapter(tmp_path, {"x.lin": (inputs, outputs)}), targets, is_pinned=False)
     found = adapter.matrices(torch.device("cpu"))
     assert found["x.lin", "a"].equal(a[:, 100:1400]) and found["x.lin", "b"].equal(b.T * 0.5)
 
 
 @pytest.mark.parametrize("value", [float("nan"), float("inf")])
-def test_numbers_that_are_not_finite_are_refused_by_name(tmp_path: Path, value: float) -> None:
-    a, b = torch.randn(4, 6), torch.randn(5, 4)
-    b[1, 2] = value
-    save_file({"x.lin.lora_A.weight": a, "x.lin.lora_B.weight": b}, tmp_path / "adapter_model.safetensors")
-    config = {"peft_type": "LORA", "r": 4, "lora_alpha": 4, "target_modules": ["lin"]}
-    (tmp_path / "adapter_config.json").write_text(json.dumps(config))
-    linear: Linear = row_linear("lin", (6, Shard(0, 6)), 5, False, Parallel())
-    targets = {"x.lin": Target(linear, 0, linear.projections[0])}
+@pytest.mark.parametrize("name", ["lora_B.weight", "lora_B.bias"])
+def test_numbers_that_are_not_finite_are_refused_by_name(tmp_path: Path, name: str, value: float) -> None:
+    tensors = {"lora_A.weight": torch.randn(4, 6), "lora_B.weight": torch.randn(5, 4), "lora_B.bias": torch.randn(5)}
+    tensors[name].view(-1)[1] = value
+    save_linear(tmp_path, tensors, lora_alpha=4, lora_bias=True)
     with pytest.raises(AdapterError, match=r"x\.lin has numbers that are not finite"):
-        read_rank_adapter(tmp_path, read_adapter(tmp_path, {"x.lin": (6, 5)}), targets, is_pinned=False)
+        read_rank_adapter(tmp_path, read_adapter(tmp_path, {"x.lin": (6, 5)}), linear_target(6, 5, Shard(0, 6)), is_pinned=False)
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_halves_are_scaled_in_float32(tmp_path: Path, dtype: torch.dtype) -> None:
+    tensors = {"lora_A.weight": torch.randn(3, 6).to(dtype), "lora_B.weight": torch.randn(5, 3).to(dtype)}
+    save_linear(tmp_path, tensors, lora_alpha=1)
+    spec = read_adapter(tmp_path, {"x.lin": (6, 5)})
+    adapter = read_rank_adapter(tmp_path, spec, linear_target(6, 5, Shard(0, 6)), is_pinned=False)
+    assert adapter.matrices(torch.device("cpu"))["x.lin", "b"].equal(tensors["lora_B.weight"].T.float() * (1 / 3))

@@ -1,6 +1,7 @@
 """Merged adapters against peft's add_weighted_adapter: the matrices, and what a model makes of them."""
 
 import json
+import shutil
 import subprocess
 import sys
 from collections.abc import Sequence
@@ -14,7 +15,8 @@ from peft.utils.other import get_pattern_key
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
-from loray.models.adapter import AdapterError, read_adapter
+from loray.models import merging
+from loray.models.adapter import AdapterError, AdapterSpec, read_adapter
 from loray.models.bounded_patterns import MAX_PATTERN_LEN
 from loray.models.merging import MergeMethod, _config, merge_adapters
 from tests.models.conductor import Conductor, prompt_of
@@ -228,6 +230,22 @@ def test_what_is_not_plain_lora_is_refused_by_name(
         merge_adapters([three[0], odd], [0.5, 0.5], MergeMethod(), shapes, tmp_path / "merges" / "merged")
     assert word in str(caught.value)
     assert not (tmp_path / "merges").exists()
+
+
+def test_files_that_change_while_they_are_opened_are_refused(
+    three: list[Path], shapes: Shapes, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    mine = shutil.copytree(three[0], tmp_path / "mine")
+
+    def read_while_another_is_saved(folder: Path, lora_shapes: Shapes) -> AdapterSpec:
+        spec = read_adapter(folder, lora_shapes)
+        shutil.copytree(three[1], mine, dirs_exist_ok=True)
+        return spec
+
+    monkeypatch.setattr(merging, "read_adapter", read_while_another_is_saved)
+    with pytest.raises(AdapterError, match="'mine'.*changed while they were read"):
+        merge_adapters([mine, three[2]], [1.0, 1.0], MergeMethod(), shapes, tmp_path / "merged")
+    assert not (tmp_path / "merged").exists()
 
 
 def test_a_weight_that_float32_cannot_hold_is_refused(three: list[Path], shapes: Shapes, tmp_path: Path) -> None:
