@@ -20,8 +20,9 @@ help:  ## list these commands
 	@echo
 	@echo "make serve MODEL=<bundled name, folder, GGUF file or Hugging Face id> TP=<ranks> PORT=<port>"
 
-# The recipe is one exec, so that the launcher itself gets the terminal's signals.
+# Its last line is one exec, so that the launcher itself gets the terminal's signals.
 serve: $(STAMP)  ## serve the model of serve_config.yaml here (MODEL= TP= PORT= override it); Ctrl-C ends it
+	@mkdir -p adapters
 	@exec $(BIN)/loray serve $(if $(MODEL),--model '$(MODEL)') $(if $(TP),--tensor-parallel-size '$(TP)') $(if $(PORT),--port '$(PORT)')
 
 test: lint  ## lint, then every test but those for a GPU and the soak
