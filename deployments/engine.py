@@ -13,8 +13,6 @@ from concurrent.futures import Future
 from queue import Empty, SimpleQueue
 from typing import Protocol, TypeVar
 
-import msgspec
-
 from loray.cluster.channel import Address
 from loray.cluster.host_loads import Prepared
 from loray.deployments.adapter_tiers import AdapterTiers
@@ -29,6 +27,7 @@ from loray.deployments.rank_grammars import RankGrammars
 from loray.deployments.request import GenerationRequest, TokenEvent
 from loray.deployments.scheduler import Scheduler
 from loray.deployments.sequence import Ending, Sequence
+from loray.deployments.step_pace import StepPace
 from loray.deployments.token_channel import TokenSender
 from loray.models.step import Step, StepResult
 
@@ -64,6 +63,7 @@ class Engine:
         self._grammars = RankGrammars()
         self._deadlines = Deadlines()
         self._in_flight: deque[Plan] = deque()
+        self._pace = StepPace()
         self._outgoing: list[tuple[Address, TokenEvent]] = []
         self._num_arrived = 0
         self._counts = EngineCounts()
@@ -140,7 +140,7 @@ class Engine:
         for adapter in self._scheduler.waiting.next_adapters(NUM_PREFETCHED):
             if not adapter.is_ready:
                 self._tiers.host.want(adapter)
-        while len(self._in_flight) < STEPS_IN_FLIGHT and self._send_next():
+        while len(self._in_flight) < STEPS_IN_FLIGHT and not self._seconds_to_plan() and self._send_next():
             pass
         self._flush()
         result = self._steps.receive(self._wait_ms())
@@ -155,6 +155,12 @@ class Engine:
             except Empty:
                 return
             command()
+
+    def _seconds_to_plan(self) -> float:
+        """How long the next step waits for requests that may come while the one before runs."""
+        if not self._in_flight:
+            return 0.0
+        return max(0.0, self._last_progress + self._pace.wait_s(self._in_flight[0]) - time.monotonic())
 
     def _send_next(self) -> bool:
         """The next step, or False when there is nothing to do."""
@@ -173,8 +179,9 @@ class Engine:
         return True
 
     def _complete(self, result: StepResult) -> None:
-        plan = self._in_flight.popleft()
+        plan, began = self._in_flight.popleft(), self._last_progress
         self._last_progress = time.monotonic()
+        self._pace.took(plan, self._last_progress - began)
         self._counts.num_pool_loads += len(plan.loads)
         self._counts.pool_load_seconds += result.load_seconds
         for adapter in plan.loads:
@@ -198,7 +205,7 @@ class Engine:
         if first := self._on_end.get(request.request_id):  # Serve calls again when it can't tell whether a call arrived: they end together
             self._on_end[request.request_id] = lambda ending: (first(ending), on_end(ending))
             return
-        sequence = Sequence(_with_stop_ids(request, self._eos_ids), adapter, reply, self._num_arrived)
+        sequence = Sequence(request.with_stop_ids(self._eos_ids), adapter, reply, self._num_arrived)
         self._num_arrived += 1
         if not self._tokens.knows(reply):  # a new ingress, perhaps in place of one that is gone
             self._tokens.keep({other.reply for other in self._sequences.values()})
@@ -244,8 +251,8 @@ class Engine:
 
     def _wait_ms(self) -> int:
         """How long nothing may happen before a turn has something to do."""
-        seconds_left = self._deadlines.seconds_left(time.monotonic())
-        return IDLE_WAIT_MS if seconds_left is None else math.ceil(min(IDLE_WAIT_MS, seconds_left * 1000))
+        moments = self._deadlines.seconds_left(time.monotonic()), self._seconds_to_plan() or None
+        return math.ceil(min([IDLE_WAIT_MS, *(1000 * seconds for seconds in moments if seconds is not None)]))
 
     def _fail(self, sequence: Sequence, error: LorayError) -> None:
         """Ends this one, and frees what it has."""
@@ -291,11 +298,3 @@ class Engine:
         if self._outgoing:
             self._tokens.send(self._outgoing)
             self._outgoing.clear()
-
-
-def _with_stop_ids(request: GenerationRequest, eos_ids: Collection[int]) -> GenerationRequest:
-    """The ranks must know the tokens that may not come yet."""
-    if not request.sampling.min_new_tokens:
-        return request
-    sampling = msgspec.structs.replace(request.sampling, stop_ids=sorted({*eos_ids, *request.stop_token_ids}))
-    return msgspec.structs.replace(request, sampling=sampling)

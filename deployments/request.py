@@ -1,5 +1,6 @@
 """What ingress asks of the driver and what comes back, as plain values. Knows neither text nor tensors."""
 
+from collections.abc import Collection
 from hashlib import blake2b
 from typing import Literal
 
@@ -83,6 +84,13 @@ class GenerationRequest(msgspec.Struct, frozen=True, kw_only=True):
     def max_tokens(self) -> int:
         """The most tokens it can come to have."""
         return len(self.prompt_ids) + (0 if self.pooling else self.max_new_tokens)
+
+    def with_stop_ids(self, eos_ids: Collection[int]) -> "GenerationRequest":
+        """The ranks must know the tokens that may not come yet."""
+        if not self.sampling.min_new_tokens:
+            return self
+        sampling = msgspec.structs.replace(self.sampling, stop_ids=sorted({*eos_ids, *self.stop_token_ids}))
+        return msgspec.structs.replace(self, sampling=sampling)
 
 
 class TokenEvent(msgspec.Struct, frozen=True, array_like=True):

@@ -12,8 +12,10 @@ from loray.deployments import engine as engine_module
 from loray.deployments.adapters import Adapter
 from loray.deployments.engine import Engine
 from loray.deployments.errors import AdapterFailed
+from loray.deployments.plan import Plan
 from loray.deployments.request import GenerationRequest, TokenEvent
 from loray.deployments.sequence import Ending
+from loray.deployments.step_pace import MAX_WAIT_S, StepPace
 from loray.models.step import Sampling
 from tests.deployments.rank_in_process import BLOCK, HOST_BYTES, NUM_BLOCKS, NUM_PAGES, RankInProcess, start_engine
 from tests.deployments.simulated_rank import embedding, greedy
@@ -502,3 +504,54 @@ def test_a_queue_that_others_have_filled_still_takes_who_has_nobody_in_it(client
     steps.gate.set()
     assert client.finish("a again")[-1].error == "Overloaded"
     assert client.tokens("cold") == greedy("", [1], 8)
+
+
+def wait_for_steps(steps: RankInProcess, num_steps: int) -> None:
+    deadline = time.monotonic() + 60
+    while len(steps.queue) < num_steps:
+        assert time.monotonic() < deadline, f"{len(steps.queue)} steps"
+        time.sleep(0.001)
+
+
+def test_who_comes_while_a_step_with_prompts_runs_is_in_the_next(
+    client: Client, steps: RankInProcess, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(StepPace, "wait_s", lambda pace, plan: 600.0 if plan.num_tokens > len(plan.rows) else 0.0)
+    steps.gate.clear()
+    client.submit("first", [1, 2, 3])
+    wait_for_steps(steps, 1)
+    client.submit("second", [4, 5, 6])
+    time.sleep(0.05)
+    assert len(steps.queue) == 1
+    steps.pause_after(1)
+    steps.gate.set()
+    assert steps.is_paused.wait(60)
+    wait_for_steps(steps, 1)
+    assert [row.num_tokens for row in steps.queue[0].rows] == [1, 3]
+    steps.gate.set()
+    assert client.tokens("first") == greedy("", [1, 2, 3], 8) and client.tokens("second") == greedy("", [4, 5, 6], 8)
+
+
+def test_the_next_step_is_planned_in_its_time_though_nothing_happens(
+    client: Client, steps: RankInProcess, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    waits: list[int] = []
+    receive = steps.receive
+    monkeypatch.setattr(steps, "receive", lambda timeout_ms: receive(waits.append(timeout_ms) or timeout_ms))
+    monkeypatch.setattr(StepPace, "wait_s", lambda pace, plan: 0.05)
+    steps.gate.clear()
+    client.submit("r", [1, 2, 3])
+    wait_for_steps(steps, 2)
+    assert min(waits) <= 50
+    steps.gate.set()
+    assert client.tokens("r") == greedy("", [1, 2, 3], 8)
+
+
+def test_how_long_a_step_with_prompts_took_is_remembered(client: Client, steps: RankInProcess) -> None:
+    steps.gate.clear()
+    client.submit("slow", [1, 2, 3], 1)
+    wait_for_steps(steps, 1)
+    time.sleep(0.1)
+    steps.gate.set()
+    client.finish("slow")
+    assert client.engine._pace.wait_s(Plan(rows={object(): object()}, num_tokens=3)) == MAX_WAIT_S  # type: ignore[dict-item]
