@@ -81,6 +81,16 @@ def test_an_adapter_that_comes_back_starts_with_the_least_served_that_runs() -> 
     assert queue.served(queue.arrive("back", "a")) == 71, "b and c began with the 1 of a"
 
 
+@pytest.mark.parametrize("page_ids", [[], [1]], ids=["outside the pool", "in the pool"])
+def test_one_that_comes_starts_with_the_least_served_that_could_start(page_ids: list[int]) -> None:
+    queue = NamedQueue()
+    queue.adapter("behind", page_ids)
+    behind = queue.start(queue.arrive("behind", "behind"), 40)
+    queue.start(queue.arrive("ahead"), 50)
+    queue.put_back(behind)
+    assert queue.served(queue.arrive("new", "new")) == 40, "the other runs, but has 90"
+
+
 def test_one_that_waits_for_its_adapter_to_load_is_not_shown_and_then_has_no_credit() -> None:
     queue = NamedQueue()
     slow = queue.adapter("slow", page_ids=[], is_ready=False)

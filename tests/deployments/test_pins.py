@@ -2,7 +2,7 @@
 
 import pytest
 
-from loray.deployments.adapters import Adapter
+from loray.deployments.adapters import Adapter, AdapterTable
 from tests.deployments.simulated_rank import greedy
 from tests.deployments.stepped_scheduler import Server
 from tests.deployments.traffic import output_of
@@ -67,3 +67,8 @@ def test_a_pin_counts_no_answer_that_goes_on_already() -> None:
     while not small.is_finished or begun.slot is None:
         server.turn()
     assert server.scheduler.num_preemptions and not server.scheduler.adapters.returning
+
+
+def test_no_adapter_may_pin_the_whole_pool() -> None:
+    table = AdapterTable(4)
+    assert not table.could_pin(Adapter("a", "a", "a", 4)) and table.could_pin(Adapter("a", "a", "a", 3))
