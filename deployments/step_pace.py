@@ -1,13 +1,13 @@
-"""When to plan the next step while one with prompts runs: late, for the requests that come meanwhile, but before the ranks are through.
+"""When to plan the next step while a long one with prompts runs: a moment later, for the requests that come meanwhile.
 
 Requests often come together. Where the next step is planned as soon as one can be, the first of them is through its prompt, and has a
-decode step of its own, before the others begin.
+decode step of its own, before the others begin. Ranks never wait for it: after a short step the next is planned at once.
 """
 
 from loray.deployments.plan import Plan
 
-MAX_WAIT_S = 0.02
-MIN_STEP_S = 0.004  # after a shorter one the ranks might wait
+WAIT_S = 0.02
+LONG_S = 2 * WAIT_S
 
 
 class StepPace:
@@ -20,8 +20,7 @@ class StepPace:
 
     def wait_s(self, plan: Plan) -> float:
         """How long after this step has begun the next one is planned."""
-        seconds = self._seconds.get(_magnitude(plan), 0.0) if _has_prompts(plan) else 0.0
-        return min(seconds / 2, MAX_WAIT_S) if seconds >= MIN_STEP_S else 0.0
+        return WAIT_S if _has_prompts(plan) and self._seconds.get(_magnitude(plan), 0.0) >= LONG_S else 0.0
 
 
 def _has_prompts(plan: Plan) -> bool:
