@@ -70,7 +70,7 @@ def _ask(options: argparse.Namespace) -> Any:
             text = response.read()
     except urllib.error.HTTPError as error:
         raise AdminError(_reason(error)) from error
-    except (OSError, HTTPException, ValueError) as error:  # ValueError: an address or a key that can't be one
+    except (OSError, HTTPException, ValueError) as error:  # ValueError: an address that can't be one
         raise AdminError(f"no answer from {options.url}: {getattr(error, 'reason', error)}") from error
     try:
         answer = json.loads(text)
@@ -95,6 +95,8 @@ def _request(options: argparse.Namespace) -> urllib.request.Request:
     headers = {"Content-Type": "application/json"} if body else {}
     key = _read(options.key_file) if options.key_file else options.key
     if key:
+        if not (key.isascii() and key.isprintable()):
+            raise AdminError("the admin key has characters that no header may have: it is printable ASCII")
         headers["Authorization"] = f"Bearer {key}"
     return urllib.request.Request(url, data=body, headers=headers, method=method)
 
@@ -109,8 +111,8 @@ def _load_body(options: argparse.Namespace) -> bytes:
 def _read(path: Path) -> str:
     try:
         return path.read_text(encoding="utf-8").strip()
-    except OSError as error:
-        raise AdminError(f"{path} can't be read: {error.strerror}") from error
+    except (OSError, UnicodeDecodeError) as error:
+        raise AdminError(f"{path} can't be read: {getattr(error, 'strerror', 'it is no text')}") from error
 
 
 def _reason(error: urllib.error.HTTPError) -> str:

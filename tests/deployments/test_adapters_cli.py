@@ -1,4 +1,5 @@
 import json
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -89,7 +90,9 @@ def test_load_passes_everything_on(url: str, backend: ScriptedBackend, tmp_path:
         (["list", "--url", "not an address"], "no address"),
         (["list", "--url", "file:///etc/hostname"], "no address"),
         (["list", "--url", "http://127.0.0.1:x"], "no answer"),
-        (["list", "--url", "URL", "--key", "op\nen"], "no answer"),
+        (["list", "--url", "URL", "--key", "op\nen"], "the admin key has characters"),
+        (["list", "--url", "URL", "--key", "ключ"], "the admin key has characters"),
+        (["list", "--url", "URL", "--key-file", sys.executable], "can't be read: it is no text"),
         (["list", "--url", "URL/openapi.json?"], "no loray server"),
         (["list", "--key-file", "missing"], "missing can't be read"),
     ],
