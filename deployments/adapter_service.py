@@ -57,7 +57,7 @@ class AdapterService:
         self._wishes = AdapterWishes(self._key, store.place_key)
         self._replaced = ReplacedAdapters()
         self._started = time.time_ns() // 1_000_000  # as records are numbered
-        self._preloaded: set[str] = set()  # ids
+        self._preloaded: set[AdapterRef] = set()
         self._tasks: set[asyncio.Task[None]] = set()
 
     async def find(self, ref: AdapterRef) -> Adapter:
@@ -135,7 +135,7 @@ class AdapterService:
 
     async def preload(self, adapter_ids: list[str]) -> None:
         """One that can't be loaded is told in the log and keeps nobody from serving."""
-        self._preloaded.update(adapter_ids)
+        self._preloaded.update(self._key(AdapterRef(adapter_id=name)) for name in adapter_ids)
         await asyncio.gather(*(logged_load(self.load(AdapterRef(adapter_id=name)), name) for name in adapter_ids))
 
     async def apply(self, records: bytes) -> None:
@@ -151,7 +151,7 @@ class AdapterService:
         for adapter_id, record in list(wanted.items()):
             known = previous.get(adapter_id)
             is_old_unload = known is None and not record.is_loaded and record.number < self._started  # done by those who were there
-            if (known is None or known.number != record.number) and (not is_old_unload or adapter_id in self._preloaded):
+            if (known is None or known.number != record.number) and (not is_old_unload or self._key(record.ref) in self._preloaded):
                 try:
                     await self._act(record, known)
                 except Exception:  # one that can't be done keeps nobody from the others

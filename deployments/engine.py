@@ -140,11 +140,11 @@ class Engine:
         for adapter in self._scheduler.waiting.next_adapters(NUM_PREFETCHED):
             if not adapter.is_ready:
                 self._tiers.host.want(adapter)
-        while len(self._in_flight) < STEPS_IN_FLIGHT and not self._seconds_to_plan() and self._send_next():
-            pass
+        seconds_to_plan = self._seconds_to_plan()
+        while len(self._in_flight) < STEPS_IN_FLIGHT and not seconds_to_plan and self._send_next():
+            seconds_to_plan = self._seconds_to_plan()
         self._flush()
-        result = self._steps.receive(self._wait_ms())
-        if result:
+        if result := self._steps.receive(self._wait_ms(seconds_to_plan)):
             self._complete(result)
             self._flush()
 
@@ -249,9 +249,9 @@ class Engine:
                 self._fail(sequence, DeadlineExceeded(f"{sequence.num_output} tokens were generated"))
         self._deadlines.forget_ended(self._sequences)
 
-    def _wait_ms(self) -> int:
+    def _wait_ms(self, seconds_to_plan: float) -> int:
         """How long nothing may happen before a turn has something to do."""
-        moments = self._deadlines.seconds_left(time.monotonic()), self._seconds_to_plan() or None
+        moments = self._deadlines.seconds_left(time.monotonic()), seconds_to_plan or None
         return math.ceil(min([IDLE_WAIT_MS, *(1000 * seconds for seconds in moments if seconds is not None)]))
 
     def _fail(self, sequence: Sequence, error: LorayError) -> None:

@@ -164,10 +164,6 @@ class FairQueue:
         """Whether sequences of another version wait."""
         return any(version is not adapter for version in self._accounts[account_name(adapter)].lines)
 
-    def pinned_versions(self, adapter: Adapter) -> set[Adapter]:
-        """Those of the adapter whose sequences wait."""
-        return {version for version in self._accounts[account_name(adapter)].lines if version and version.is_pinned}
-
     def idle_held(self) -> list[Adapter]:
         """Adapters in the pool all of whose sequences wait for their grammars."""
         held = Counter(sequence.adapter for sequence in self._held)

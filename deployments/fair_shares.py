@@ -10,7 +10,7 @@ Turns alone (fair_queue.py) are not fair while a flood of long sequences holds a
   for one of those that wait. Nothing more of theirs is admitted, and they leave the pool when their last sequence stops running;
   nothing is computed twice. They leave at the same time: one after another, the last in a long line would wait for all of them.
   Versions of one adapter have one account, so none is ahead of another: when its turn comes, one that waits has those in the pool leave.
-  A pinned one can't; but nothing more of it is admitted either, and one that waits beside it has any leave that were served as much.
+  A pinned one can't, and keeps its account level with all others: so one that waits beside it has any leave that were served as much.
   Answers may be long, so for one that could start right away two kinds stop at once and are recomputed later: who has most of the
   pool, and those for whose pages one waits that has at least as many already, which stand empty meanwhile. But only when each of
   their sequences has sampled as many tokens as its start has cost: no more is recomputed than is gained.
@@ -74,7 +74,6 @@ class Leaving:
         self._queue = queue
         self._running = running
         self._pinned = {account_name(s.adapter) for s in running if s.adapter and s.adapter.is_pinned}
-        self._asked: set[str] = set()  # accounts that room was made for
         self._served = {s.adapter: queue.served(s) for s in running if s.adapter and not s.adapter.is_pinned}
         # The next is the last: who is on the way out already, then who was served most.
         self._others = sorted(self._served, key=lambda adapter: (adapter in were_leaving, self._served[adapter]))
@@ -87,9 +86,6 @@ class Leaving:
         num_kept, self._num_kept = self._num_kept, 0
         num_missing = starved.adapter.num_pages - num_kept
         account, served = account_name(starved.adapter), self._queue.served(starved)
-        if account not in self._asked:
-            self._asked.add(account)
-            self._hold_pinned(starved.adapter)
         leaving: list[Adapter] = []
         num_leaving = 0
         for adapter in reversed(self._others):
@@ -106,12 +102,6 @@ class Leaving:
             self.hurried.update(leaving)
         self.adapters.update(leaving)
         return bool(leaving)
-
-    def _hold_pinned(self, starved: Adapter) -> None:
-        """Versions that can't leave: nothing more of theirs is admitted either, until this one has its turn."""
-        held = self._queue.pinned_versions(starved)
-        self.adapters |= held
-        self._pinned.update(map(account_name, held))
 
     def _may_stop(self, adapters: Collection[Adapter], num_missing_blocks: int) -> bool:
         """Whether it would help, nothing would be lost by it, and they can come back: with the same files, in spite of all pins, and

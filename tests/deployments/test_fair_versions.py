@@ -1,10 +1,7 @@
 """Versions of one adapter, which are served as one: each has its turn in the pool."""
 
-import random
-
 import pytest
 
-from loray.deployments.sequence import Sequence
 from tests.deployments.named_queue import NamedQueue
 from tests.deployments.simulated_rank import greedy
 from tests.deployments.stepped_scheduler import Server
@@ -78,30 +75,6 @@ def test_a_version_whose_sibling_is_pinned_has_its_turn() -> None:
             cold = server.add_version("a", "cold", [1], 5)
         server.turn()
     assert cold and output_of(cold) == greedy("cold", [1], 5)
-
-
-@pytest.mark.parametrize("max_batch_tokens", [64, 8192])
-def test_a_version_whose_sibling_is_pinned_and_ahead_of_all_others_has_its_turn(max_batch_tokens: int) -> None:
-    """Answers are of many lengths, so that the others never stop all at once."""
-    server, lengths = Server(num_blocks=40_000, num_pages=3, max_batch_tokens=max_batch_tokens, max_running=64), random.Random(0)
-    asked: dict[str, list[Sequence]] = {"hot": [], "b": [], "c": []}
-    cold, number, since, longest_wait = None, 0, 0, 0
-    for turn in range(3000):
-        for version, sequences in asked.items():
-            sequences[:] = [sequence for sequence in sequences if not sequence.is_finished]
-            while len(sequences) < 4:
-                number += 1
-                prompt = [number] * lengths.randint(1, 10)
-                sequences.append(server.add_version("a" if version == "hot" else version, version, prompt, lengths.randint(1, 60)))
-        if turn == 40:
-            hot = asked["hot"][0].adapter
-            assert hot
-            server.scheduler.adapters.pin(hot)
-        if turn >= 50 and (cold is None or cold.is_finished):
-            cold, since = server.add_version("a", "cold", [1], 10), turn
-        longest_wait = max(longest_wait, turn - since if cold else 0)
-        server.turn()
-    assert longest_wait < 800, "350 at most, when this was written; without end before"
 
 
 def test_versions_keep_their_order_whoever_gave_way_first_and_whoever_is_aborted() -> None:

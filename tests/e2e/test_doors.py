@@ -191,10 +191,11 @@ def test_whoever_leaves_before_anything_came_has_nothing_computed_to_the_end(app
 def test_a_stop_string_ends_the_request_in_the_engine_too(app: App) -> None:
     text = app.post("/generate", body(max_new_tokens=40)).json()["generated_text"]
     stop = text[5:8]
+    before = app.wait_until_idle()["generated_tokens_total"]
     stopped = app.post("/generate", body(max_new_tokens=2000, stop=[stop], details=True)).json()
     assert stopped["generated_text"] == text[: text.index(stop) + len(stop)]
     assert stopped["details"]["finish_reason"] == "stop_sequence"
-    app.wait_until_idle()
+    assert app.wait_until_idle()["generated_tokens_total"] - before < 2000
 
 
 def test_health_info_and_metrics_answer(app: App) -> None:

@@ -141,10 +141,11 @@ def test_the_requests_of_a_killed_ingress_are_aborted_and_another_takes_its_plac
         os.kill(pid, signal.SIGKILL)
 
     ingress = "ray::ServeReplica:faults:Ingress"
+    before = app.wait_until_idle()["generated_tokens_total"]
     with pytest.raises((httpx.HTTPError, StreamFailed)):  # cut, or an error event in place of a token
         asyncio.run(streams_through(app, kill_ingress))
-    app.wait_until_idle()
-    deadline = time.monotonic() + 60
+    assert app.wait_until_idle()["generated_tokens_total"] - before < len(STREAMS) * NEW_TOKENS
+    deadline = time.monotonic() + PATIENCE_S
     while app.post("/generate", {"inputs": "again", "parameters": {"max_new_tokens": 3}}).status_code != 200:
         assert time.monotonic() < deadline
         time.sleep(0.5)
