@@ -4,9 +4,12 @@ Virtual token counters (Sheng et al. 2024, "Fairness in Serving Large Language M
 adapter, divided by the adapter's weight, and the adapter served least goes first. The base model is an adapter like any other,
 with the id "". One that comes back starts no lower than the least served that runs or could start, so idle time earns no credit, nor
 does the time it takes to load; and no lower than it was, so that who asks for one answer after another pays for those before. What an
-adapter without requests was served is forgotten when all others have caught up.
+adapter without requests was served is forgotten when all others have caught up. One that always runs but asks for little earns little
+credit, too: while none of its requests wait, it falls no more than `max_credit` behind the least served that waits, or that started
+last; else those who take what nobody wants would pay for it later.
 """
 
+import math
 from collections import Counter, OrderedDict
 from collections.abc import Iterator, Mapping
 from itertools import islice
@@ -26,9 +29,11 @@ def account_name(adapter: Adapter | None) -> str:
 class FairQueue:
     """Lines stand in one of two lanes, or aside while their adapter is not ready: what can't start is not looked at in each step."""
 
-    def __init__(self, weights: Mapping[str, float]) -> None:
+    def __init__(self, weights: Mapping[str, float], max_credit: float = math.inf) -> None:
         assert all(weight > 0 for weight in weights.values()), "an adapter's weight is above 0"
         self._weights = weights  # by account, or by adapter id
+        self._max_credit = max_credit  # tokens, divided by the weight
+        self._latest: Account | None = None  # that a sequence of was started
         self._accounts: dict[str, Account] = {}  # of the adapters that have requests, by name
         self._running: dict[str, Account] = {}  # those of them that run
         self._debts: OrderedDict[str, float] = OrderedDict()  # tokens served, of adapters without requests, by name
@@ -76,12 +81,16 @@ class FairQueue:
             weight_by_id = self._weights.get(sequence.adapter.adapter_id, 1.0) if sequence.adapter else 1.0
             served = max(self._debts.pop(name, 0.0), self._floor())
             self._accounts[name] = Account(name, self._weights.get(name, weight_by_id), served)
+        elif not self._accounts[name].num_waiting:
+            account = self._accounts[name]
+            account.served = max(account.served, self._level(account) - self._max_credit)
         self._insert(sequence)
 
     def take(self, sequence: Sequence) -> None:
         """It waits no longer, it runs."""
         account = self._accounts[account_name(sequence.adapter)]
         account.num_running += 1
+        self._latest = account
         self._running[account.name] = account
         self._remove(sequence)
         line = account.lines.get(sequence.adapter)
@@ -181,11 +190,19 @@ class FairQueue:
 
     def _floor(self) -> float:
         """The least that any adapter was served which runs or could start; while none can, the least of those that wait."""
+        served = [account.served for account in self._running.values()] + self._fronts()
+        return min(served or [account.served for account in self._accounts.values()], default=0.0)
+
+    def _level(self, newcomer: Account) -> float:
+        """The least that any adapter was served which waits and could start; while none does, what the one was that started last."""
+        return min(self._fronts(), default=(self._latest or newcomer).served)
+
+    def _fronts(self) -> list[float]:
+        """The least that any adapter with a line was served, of each lane."""
         lanes = self._inside, self._outside
         for lane in lanes:
             lane.restore()
-        served = [account.served for account in self._running.values()] + [entry[0][0] for lane in lanes if (entry := lane.front())]
-        return min(served or [account.served for account in self._accounts.values()], default=0.0)
+        return [entry[0][0] for lane in lanes if (entry := lane.front())]
 
     def _lanes(self) -> tuple[Lane, ...]:
         return (self._inside, self._outside) if self._is_outside_shown else (self._inside,)

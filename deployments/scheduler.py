@@ -34,7 +34,7 @@ class Scheduler:
         self.blocks = blocks
         self.adapters = adapters
         self._prefixes = Prefixes(blocks)
-        self.waiting = FairQueue(weights or {})
+        self.waiting = FairQueue(weights or {}, max_credit=max_batch_tokens)
         self.running: list[Sequence] = []  # in the order of their admission
         self.num_preemptions = 0
         self.num_started_tokens = 0  # of the sequences that were started, again after a preemption too

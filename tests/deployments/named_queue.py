@@ -1,5 +1,7 @@
 """A fair queue that is easy to fill."""
 
+import math
+
 from loray.cluster.channel import Address
 from loray.deployments.adapters import Adapter
 from loray.deployments.fair_queue import FairQueue
@@ -13,8 +15,8 @@ NOBODY = Address("", b"")
 class NamedQueue(FairQueue):
     """With sequences that are told apart by name, and adapters that are in the pool unless said otherwise."""
 
-    def __init__(self, **weights: float) -> None:
-        super().__init__(weights)
+    def __init__(self, max_credit: float = math.inf, **weights: float) -> None:
+        super().__init__(weights, max_credit)
         self.adapters: dict[str, Adapter] = {}
         self.num_arrived = 0
 

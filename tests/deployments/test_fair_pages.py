@@ -332,3 +332,20 @@ def test_an_adapter_that_comes_while_the_base_model_runs_alone_starts_no_later_t
             waits.append(turn - since)
             cold = None
     assert len(waits) > 5 and max(waits) < 200, waits
+
+
+@pytest.mark.parametrize("num_before", [100, 1000])
+def test_who_took_what_nobody_wanted_is_not_kept_out_for_it_when_one_more_comes(num_before: int) -> None:
+    """There are pages for three, and slots for all: a takes most of them, until d comes."""
+    server, rng = Server(num_blocks=40_000, num_pages=3, max_batch_tokens=64, max_running=32), random.Random(0)
+    longest_gap = gap = 0
+    for step in range(num_before + 1000):
+        for name, num_clients in {"a": 8, "b": 2, "c": 2, "d": 2 if step > num_before else 0}.items():
+            running = sum(sequence.adapter is not None and sequence.adapter.adapter_id == name for sequence in server.scheduler.running)
+            for _ in range(num_clients - running - server.scheduler.waiting.num_waiting_of(name)):
+                server.add([step] * rng.randint(1, 5), rng.randint(1, 60), name)
+        server.turn()
+        is_served = any(sequence.adapter and sequence.adapter.adapter_id == "a" for sequence in server.scheduler.running)
+        gap = 0 if is_served else gap + 1
+        longest_gap = max(longest_gap, gap)
+    assert longest_gap < 250

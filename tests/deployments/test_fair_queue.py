@@ -91,6 +91,27 @@ def test_one_that_comes_starts_with_the_least_served_that_could_start(page_ids: 
     assert queue.served(queue.arrive("new", "new")) == 40, "the other runs, but has 90"
 
 
+def test_one_whose_requests_never_wait_earns_little_credit() -> None:
+    queue = NamedQueue(max_credit=10)
+    little = queue.start(queue.arrive("first", "little"), 1)
+    queue.start(queue.arrive("busy", "busy"), 100)
+    assert queue.served(little) == 1
+    queue.arrive("second", "little")
+    assert queue.served(little) == 91, "the other began with 1, started last, and has 101"
+    queue.charge(queue.start(queue.arrive("third", "busy")), 50)
+    queue.arrive("fourth", "little")
+    assert queue.served(little) == 91, "what waits keeps its credit"
+
+
+def test_credit_is_counted_from_the_least_served_that_waits() -> None:
+    queue = NamedQueue(max_credit=10)
+    little = queue.start(queue.arrive("first", "little"), 0)
+    queue.start(queue.arrive("busy", "busy"), 100)
+    queue.put_back(queue.start(queue.arrive("waits", "b"), 40))
+    queue.arrive("second", "little")
+    assert queue.served(little) == 30
+
+
 def test_one_that_waits_for_its_adapter_to_load_is_not_shown_and_then_has_no_credit() -> None:
     queue = NamedQueue()
     slow = queue.adapter("slow", page_ids=[], is_ready=False)
