@@ -12,7 +12,8 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 from loray.kernels.choice import IS_INTERPRETED
 
 FIRST_CAPABILITY = (9, 0)
-IS_LINKED = tl.constexpr(not IS_INTERPRETED and torch.cuda.get_device_capability() >= FIRST_CAPABILITY)
+HAS_GPU = torch.cuda.is_available() and not IS_INTERPRETED
+IS_LINKED = tl.constexpr(HAS_GPU and torch.cuda.get_device_capability() >= FIRST_CAPABILITY)
 LINKED = {"launch_pdl": True} if IS_LINKED.value else {}  # of a launch
 
 
