@@ -69,6 +69,9 @@ class Lane:
             heapify(self._heap)
             self._num_kept = len(self._heap)
 
+    def lines(self) -> list[Line]:
+        return [entry[-1] for entry in (*self._heap, *self._passed) if entry[-1].entry is entry]
+
     def front(self) -> Entry | None:
         while self._heap:
             entry = self._heap[0]

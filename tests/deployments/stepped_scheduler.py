@@ -59,13 +59,13 @@ class Server:
         )
         return self._add(request, Adapter(adapter, adapter, adapter, num_pages) if adapter else None, waits_for_grammar)
 
-    def add_version(self, adapter_id: str, version: str, prompt: list[int], max_new_tokens: int) -> Sequence:
+    def add_version(self, adapter_id: str, version: str, prompt: list[int], max_new_tokens: int, num_pages: int = 1) -> Sequence:
         """A request of one version of an adapter, whose files are named like the version."""
         ref = AdapterRef(adapter_id=adapter_id)
         request = GenerationRequest(
             request_id=str(self.arrivals), prompt_ids=prompt, max_new_tokens=max_new_tokens, sampling=Sampling(), adapter=ref
         )
-        return self._add(request, Adapter(adapter_id, version, version, 1))
+        return self._add(request, Adapter(adapter_id, version, version, num_pages))
 
     def _add(self, request: GenerationRequest, adapter: Adapter | None, waits_for_grammar: bool = False) -> Sequence:
         sequence = Sequence(request, adapter, NOBODY, self.arrivals)

@@ -349,3 +349,17 @@ def test_who_took_what_nobody_wanted_is_not_kept_out_for_it_when_one_more_comes(
         gap = 0 if is_served else gap + 1
         longest_gap = max(longest_gap, gap)
     assert longest_gap < 250
+
+
+@pytest.mark.parametrize("num_clients", [1, 3])
+def test_one_that_needs_the_whole_pool_is_served_as_much_as_those_that_do_not(num_clients: int) -> None:
+    """All of an adapter's answers end together, so it has no requests for a moment, which does not cost it its turn."""
+    server = Server(num_blocks=4000, num_pages=4, max_batch_tokens=64, max_running=16)
+    asked = [(name, num_pages, None) for name, num_pages in (("a", 2), ("b", 2), ("large", 4)) for _ in range(num_clients)]
+    for _ in range(4000):
+        asked = [
+            (name, num_pages, server.add([server.arrivals] * 5, 10, name, num_pages) if not sequence or sequence.is_finished else sequence)
+            for name, num_pages, sequence in asked
+        ]
+        server.turn()
+    assert max(server.served.values()) < 1.05 * min(server.served.values()), server.served

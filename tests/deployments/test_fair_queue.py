@@ -72,13 +72,15 @@ def test_what_is_charged_can_be_taken_back() -> None:
     assert queue.served(a) == 3 and queue.served(b) == 5 and queue.names() == ["a1", "b1"]
 
 
-def test_an_adapter_that_comes_back_starts_with_the_least_served_that_runs() -> None:
-    queue = NamedQueue()
+@pytest.mark.parametrize(("max_credit", "served"), [(0, 71), (30, 41), (100, 1)])
+def test_an_adapter_that_comes_back_starts_where_it_was_but_with_little_credit(max_credit: float, served: float) -> None:
+    queue = NamedQueue(max_credit)
     gone = queue.start(queue.arrive("gone", "a"), 1)
     for name, num_tokens in (("b", 100), ("c", 70)):
         queue.start(queue.arrive(name, name), num_tokens)
     queue.forget(gone)
-    assert queue.served(queue.arrive("back", "a")) == 71, "b and c began with the 1 of a"
+    assert queue.served(queue.arrive("back", "a")) == served, "b and c began with the 1 of a"
+    assert queue.served(queue.arrive("new", "d")) == min(71, served)
 
 
 @pytest.mark.parametrize("page_ids", [[], [1]], ids=["outside the pool", "in the pool"])
@@ -220,13 +222,15 @@ def test_who_asks_for_one_answer_after_another_pays_for_those_before() -> None:
     assert queue.names() == ["a1", "b1"]
 
 
-def test_a_debt_is_forgotten_when_the_others_have_caught_up_or_nobody_is_left() -> None:
-    queue = NamedQueue()
+def test_a_debt_is_forgotten_when_the_others_are_as_far_ahead_as_credit_lasts_or_nobody_is_left() -> None:
+    queue = NamedQueue(max_credit=50)
     running = queue.start(queue.arrive("b0", "b"), 10)
     queue.forget(queue.start(queue.arrive("a0", "a"), 100))
-    assert queue._debts
-    queue.charge(running, 200)
+    queue.charge(running, 149)
     queue.forget(queue.start(queue.arrive("c0", "c")))
+    assert "a" in queue._debts
+    queue.charge(running, 1)
+    queue.forget(queue.start(queue.arrive("c1", "c")))
     assert "a" not in queue._debts
     queue.forget(running)
     assert not queue._debts and not queue._accounts
@@ -239,3 +243,25 @@ def test_debts_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
     for number in range(500):
         queue.forget(queue.start(queue.arrive(f"r{number}", f"a{number}"), 100))
     assert len(queue._debts) <= 50
+
+
+def test_a_pinned_version_has_an_account_of_its_own_with_the_same_weight() -> None:
+    queue = NamedQueue(a=2.0)
+    queue.adapter("a.1").is_pinned = True
+    pinned = queue.start(queue.arrive("pinned", "a.1"), 100)
+    other = queue.start(queue.arrive("other", "a.2"), 10)
+    assert (queue.served(pinned), queue.served(other) - 50) == (50, 5), "who comes starts with the least served"
+    queue.adapter("a.1").is_pinned = False
+    queue.arrive("late", "a.1")
+    queue.arrive("later", "a.2")
+    assert queue.num_waiting_of("a") == 2 and queue.weight_of(pinned) == 2
+    queue.charge(pinned, 20)
+    assert queue.served(pinned) == 60 and queue.names() == ["late", "later"], "what has begun stays where it is"
+
+
+def test_an_adapters_waiting_requests_are_counted_together_pinned_or_not() -> None:
+    queue = NamedQueue()
+    queue.adapter("a.1").is_pinned = True
+    for name, version in (("x", "a.1"), ("y", "a.2"), ("z", "a.2")):
+        queue.arrive(name, version)
+    assert queue.num_waiting_of("a") == 3

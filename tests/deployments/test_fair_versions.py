@@ -1,7 +1,10 @@
 """Versions of one adapter, which are served as one: each has its turn in the pool."""
 
+from dataclasses import dataclass, field
+
 import pytest
 
+from loray.deployments.sequence import Sequence
 from tests.deployments.named_queue import NamedQueue
 from tests.deployments.simulated_rank import greedy
 from tests.deployments.stepped_scheduler import Server
@@ -58,23 +61,56 @@ def test_a_version_that_is_asked_for_without_end_leaves_turns_to_another(num_pag
     assert output_of(cold) == greedy("cold", [1], 10)
 
 
-def test_a_version_whose_sibling_is_pinned_has_its_turn() -> None:
-    server = Server(num_blocks=4000, num_pages=3, max_batch_tokens=64, max_running=8)
-    asked = {"hot": [server.add_version("a", "hot", [1], 10)], "b": [], "c": []}
-    hot = asked["hot"][0].adapter
-    assert hot
-    server.scheduler.adapters.pin(hot)
-    cold, number = None, 0
-    for _ in range(600):
-        for version, sequences in asked.items():
-            sequences[:] = [sequence for sequence in sequences if not sequence.is_finished]
-            while len(sequences) < 4:
-                number += 1
-                sequences.append(server.add_version("a" if version == "hot" else version, version, [number], 10))
-        if number > 40 and cold is None:
-            cold = server.add_version("a", "cold", [1], 5)
+@dataclass
+class Clients:
+    """Each asks again as soon as it has its answer."""
+
+    version: str  # of the adapter that its first letter names; "" = the base model
+    count: int
+    num_output: int
+    num_prompt: int = 1
+    num_pages: int = 1
+    asked: list[Sequence] = field(default_factory=list)
+    num_answers: int = 0
+
+    def ask(self, server: Server) -> None:
+        self.num_answers += sum(sequence.is_finished for sequence in self.asked)
+        self.asked = [sequence for sequence in self.asked if not sequence.is_finished]
+        while len(self.asked) < self.count:
+            prompt = [server.arrivals] * self.num_prompt
+            if self.version:
+                sequence = server.add_version(self.version[0], self.version, prompt, self.num_output, self.num_pages)
+            else:
+                sequence = server.add(prompt, self.num_output)
+            self.asked.append(sequence)
+
+
+def answers_of_each(server: Server, groups: list[Clients]) -> dict[str, int]:
+    for _ in range(2000):
+        for group in groups:
+            group.ask(server)
         server.turn()
-    assert cold and output_of(cold) == greedy("cold", [1], 5)
+    return {group.version: group.num_answers for group in groups}
+
+
+@pytest.mark.parametrize("max_running", [2, 16])
+def test_a_version_whose_sibling_is_pinned_has_its_turn_among_those_that_wait_for_pages(max_running: int) -> None:
+    """The pinned one takes all that they leave, and is far ahead of them."""
+    server = Server(num_blocks=40_000, num_pages=3, max_batch_tokens=64, max_running=max_running)
+    groups = [Clients("hot", 4, 10), Clients("h2", 1, 5), *(Clients(name, 2, 30) for name in "abcd")]
+    pinned = server.add_version("h", "hot", [1], 1).adapter
+    assert pinned
+    server.scheduler.adapters.pin(pinned)
+    num_answers = answers_of_each(server, groups)
+    assert min(num_answers.values()) >= 8, num_answers
+
+
+def test_a_version_that_finds_no_pages_has_those_leave_that_wait_for_a_slot() -> None:
+    """There are slots for two, so most of what is in the pool does not run when the turn of one comes that is not."""
+    server = Server(num_blocks=40_000, num_pages=3, max_batch_tokens=32, max_running=2)
+    groups = [Clients("a1", 1, 10, num_prompt=60), Clients("a2", 1, 3, num_pages=2), Clients("b", 4, 3, num_prompt=20), Clients("", 4, 50)]
+    num_answers = answers_of_each(server, groups)
+    assert min(num_answers.values()) >= 8, num_answers
 
 
 def test_versions_keep_their_order_whoever_gave_way_first_and_whoever_is_aborted() -> None:
