@@ -1,4 +1,4 @@
-"""Matrices kept in float16 and multiplied in float32: the same numbers from half the memory. x86 with AVX2 only.
+"""Matrices kept in float16 and multiplied in float32: the same numbers from half the memory. x86 with AVX2, where no compiler is found.
 
 FBGEMM is there on ARM too, but its float16 product is for newer ones than the first Neoverse and dies there of an illegal instruction.
 """

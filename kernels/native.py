@@ -15,13 +15,14 @@ from torch import Tensor
 
 from loray.kernels.attention import Scoring
 from loray.kernels.choice import IS_INTERPRETED
-from loray.kernels.native_library import IS_ARM, compiled, load
+from loray.kernels.native_library import FUNCTIONS, IS_ARM, compiled, load
 from loray.kernels.native_tape import Recorded, Recording, Tape
 from loray.kernels.paged_kv import PagedKV
 
 logger = logging.getLogger("loray.native")
 
 PAGE_RANK = 8  # as in native.c
+MAX_TILE = 8  # tokens, as in native_linear_x86.c; native_linear_arm.c has 16 only where as many come
 _library: ctypes.CDLL | None = None
 _recording = Recording()
 
@@ -169,19 +170,33 @@ def add_lora(
 
 
 def has_linear() -> bool:
-    return _library is not None and IS_ARM
+    return _library is not None and "linear" in FUNCTIONS
+
+
+def linear_layout() -> tuple[int, int]:
+    """How native_linear.py lays matrices out: outputs in a group, and in as many groups as are computed at once."""
+    if IS_ARM:
+        return 4, 16
+    assert _library is not None, "the caller asks `serves` first"
+    lanes, outputs_at_once = ctypes.c_int64(), ctypes.c_int64()
+    _library.linear_layout(ctypes.addressof(lanes), ctypes.addressof(outputs_at_once))
+    return lanes.value, outputs_at_once.value
 
 
 def linear(x: Tensor, groups: Tensor, outputs: int) -> Tensor:
-    """x W^T. groups: as native_linear.py lays them out."""
+    """x W^T. groups: as native_linear.py lays them out, in float32, or on x86 in float16."""
     assert x.stride(1) == 1
     num_tokens, inputs = x.shape
-    y, room = _empty(num_tokens, outputs), _empty((num_tokens + 3) * inputs)
-    _call("linear", x.data_ptr(), x.stride(0), groups.data_ptr(), inputs, outputs, y.data_ptr(), outputs, num_tokens, room.data_ptr())
+    y, room = _empty(num_tokens, outputs), _empty((num_tokens + MAX_TILE - 1) * inputs)
+    _call(
+        "linear" if groups.dtype == torch.float32 else "linear_of_half",
+        *(x.data_ptr(), x.stride(0), groups.data_ptr(), inputs, outputs, y.data_ptr(), outputs, num_tokens, room.data_ptr()),
+    )
     return y
 
 
 def linear_of_one(x: Tensor, groups: Tensor, half: Tensor | None, outputs: int) -> Tensor:
+    """As `linear`, of one token, on ARM. half: the matrix in float16."""
     assert x.stride(1) == 1
     y, room = _empty(1, outputs), _empty(x.shape[1])
     bits = None if half is None else half.data_ptr()

@@ -11,8 +11,12 @@ import subprocess
 import tempfile
 from pathlib import Path
 
+import torch
+
 IS_ARM = platform.machine() == "aarch64"
-SOURCES = [Path(__file__).with_name(name) for name in ("native.c", "native_attention.c", *(["native_linear.c"] if IS_ARM else []))]
+HAS_AVX2 = torch.backends.cpu.get_cpu_capability().startswith("AVX")
+LINEAR = ["native_linear_arm.c"] if IS_ARM else ["native_linear_x86.c"] if HAS_AVX2 else []
+SOURCES = [Path(__file__).with_name(name) for name in ("native.c", "native_attention.c", *LINEAR)]
 OPENMP_RUNTIMES = "libgomp", "libiomp5", "libomp"
 COMPILE_S, ASK_S = 120.0, 20.0
 EXACT_FLAGS = "-fno-strict-aliasing", "-fno-math-errno", "-fno-trapping-math"  # no number changes; without them exp is no vector code

@@ -1,6 +1,6 @@
-"""Matrices as native_linear.c reads them: ARM CPUs with a compiler.
+"""Matrices as native_linear_arm.c and native_linear_x86.c read them: CPUs with a compiler.
 
-Once in float32, and for a token alone once more in float16, unless that would change a number or memory is short.
+Where float16 changes no number, x86 reads that. ARM reads it for a token alone, while memory is not short, and else float32.
 """
 
 import torch
@@ -9,8 +9,6 @@ from torch import Tensor
 from loray.kernels import native
 from loray.kernels.free_memory import leaves_room
 
-LANES = 4
-OUTPUTS_AT_ONCE = 16
 ROWS_AT_ONCE = 1 << 12  # while they are laid out, which copies them
 
 
@@ -18,14 +16,15 @@ class NativeMatrix:
     """[out, in] float32"""
 
     def __init__(self, weight: Tensor) -> None:
-        self._outputs, self._inputs = weight.shape
-        self._groups = _groups(weight, torch.float32)
-        self._half = _groups(weight, torch.float16) if _is_exact(weight) and leaves_room(weight.nbytes // 2) else None
+        self._outputs = len(weight)
+        is_exact = _is_exact(weight)
+        self._groups = _groups(weight, torch.float16 if is_exact and not native.IS_ARM else torch.float32)
+        self._half = _groups(weight, torch.float16) if is_exact and native.IS_ARM and leaves_room(weight.nbytes // 2) else None
         self.num_bytes = self._groups.nbytes + (0 if self._half is None else self._half.nbytes)
 
     def __call__(self, x: Tensor) -> Tensor:
         """x W^T: [num_tokens, in] -> [num_tokens, out]"""
-        if len(x) == 1:
+        if len(x) == 1 and native.IS_ARM:
             return native.linear_of_one(x, self._groups, self._half, self._outputs)
         return native.linear(x, self._groups, self._outputs)
 
@@ -38,21 +37,22 @@ def pack_native(weight: Tensor) -> NativeMatrix | None:
 
 
 def _groups(weight: Tensor, dtype: torch.dtype) -> Tensor:
-    """[groups, inputs, LANES]"""
+    """[groups, inputs, lanes]"""
     outputs, inputs = weight.shape
-    laid_out = torch.zeros(-(-outputs // OUTPUTS_AT_ONCE) * OUTPUTS_AT_ONCE // LANES, inputs, LANES, dtype=dtype)
+    lanes, outputs_at_once = native.linear_layout()
+    laid_out = torch.zeros(-(-outputs // outputs_at_once) * outputs_at_once // lanes, inputs, lanes, dtype=dtype)
     for first in range(0, outputs, ROWS_AT_ONCE):
         rows = weight[first : first + ROWS_AT_ONCE]
-        whole = len(rows) // LANES
-        groups = laid_out[first // LANES :]
-        groups[:whole] = rows[: whole * LANES].view(whole, LANES, inputs).transpose(1, 2)
-        if rest := len(rows) % LANES:
-            groups[whole, :, :rest] = rows[whole * LANES :].T
+        whole = len(rows) // lanes
+        groups = laid_out[first // lanes :]
+        groups[:whole] = rows[: whole * lanes].view(whole, lanes, inputs).transpose(1, 2)
+        if rest := len(rows) % lanes:
+            groups[whole, :, :rest] = rows[whole * lanes :].T
     return laid_out
 
 
 def _is_exact(weight: Tensor) -> bool:
-    """In float16, where there is no infinity either: native_linear.c would take it for a number."""
+    """In float16, where there is no infinity either: native_linear_arm.c would take it for a number."""
     largest = torch.finfo(torch.float16).max
     return all(
         torch.equal(rows.half().float(), rows) and -largest <= low <= high <= largest

@@ -150,7 +150,7 @@ PackedMatrix = HalfMatrix | NativeMatrix | AclMatrix | Float8Matrix
 
 def pack_matrix(weight: Tensor, has_float8_weights: bool) -> PackedMatrix | None:
     """None where it stays as it is."""
-    return pack_float8(weight) if has_float8_weights else pack_half(weight) or pack_native(weight) or pack_acl(weight)
+    return pack_float8(weight) if has_float8_weights else pack_native(weight) or pack_half(weight) or pack_acl(weight)
 
 
 Parts = Shard | tuple[Shard, ...]

@@ -75,7 +75,7 @@ def answer(process: subprocess.Popen[str]) -> str:
 def test_the_wheel_holds_every_module_and_nothing_else(wheel: Path) -> None:
     names = {name for name in zipfile.ZipFile(wheel).namelist() if ".dist-info/" not in name}
     expected = {f"loray/{path.relative_to(ROOT)}" for folder in FOLDERS for path in (ROOT / folder).rglob("*.py")}
-    assert names == expected | {f"loray/kernels/native{part}.c" for part in ("", "_attention", "_linear")}
+    assert names == expected | {f"loray/kernels/native{part}.c" for part in ("", "_attention", "_linear_arm", "_linear_x86")}
 
 
 def test_the_installed_package_imports_outside_the_repository(site: Path, tmp_path: Path) -> None:

@@ -5,7 +5,9 @@ from pathlib import Path
 import pytest
 import torch
 
+from loray.kernels import native
 from loray.kernels.half_linear import HAS_HALF_LINEAR, HalfMatrix
+from loray.kernels.native_linear import NativeMatrix
 from tests.models.conductor import Conductor, Request, prompt_of
 from tests.models.families import FAMILIES, Adapter, base_oracle, config_of, random_model, save_adapter
 from tests.models.tiny_llama import oracle_generate
@@ -40,5 +42,6 @@ def test_a_float16_checkpoint_is_served_in_float32_with_transformers_numbers(tmp
     assert output.token_ids == tokens
     assert output.logprobs == pytest.approx(logprobs, abs=1e-4)
     linear = next(iter(conductor.runner._lora._linears.values()))
-    assert isinstance(linear._packed, HalfMatrix) == HAS_HALF_LINEAR
+    assert isinstance(linear._packed, NativeMatrix) == native.has_linear()
+    assert isinstance(linear._packed, HalfMatrix) == (HAS_HALF_LINEAR and not native.has_linear())
     assert linear.weight.numel() == (0 if linear._packed is not None else linear.in_size * linear.out_size)
