@@ -120,7 +120,7 @@ def _shrink_kernel(  # type: ignore[no-untyped-def]
     BLOCK_R ranks."""
     wait_for_earlier()
     block, part = tl.program_id(0), tl.program_id(1)
-    split, projection = part // num_projections, part % num_projections
+    split, projection = part // num_projections, (part % num_projections).to(tl.int64)
     first_token, num_tokens = tl.load(blocks + block * 4), tl.load(blocks + block * 4 + 1)
     first_page, num_pages = tl.load(blocks + block * 4 + 2), tl.load(blocks + block * 4 + 3)
     if num_tokens == 0:

@@ -67,16 +67,18 @@ def test_keys_and_values_are_stored_in_the_last_blocks_of_a_large_cache() -> Non
 
 
 @pytest.mark.parametrize("is_long", [False, True], ids=["few tokens", "many"])
-def test_an_adapter_in_the_last_pages_of_a_large_pool_is_added(is_long: bool) -> None:
-    inputs, width = 64, 64
-    num_ranks = NUM_ELEMENTS // inputs + 48
-    a = torch.empty(1, num_ranks, inputs, dtype=DTYPE, device=DEVICE)
-    b = torch.empty(num_ranks, width, dtype=DTYPE, device=DEVICE)
+@pytest.mark.parametrize("num_projections", [1, 3])
+def test_an_adapter_in_the_last_pages_of_a_large_pool_is_added(num_projections: int, is_long: bool) -> None:
+    """Of three projections only the last lies beyond 2**31."""
+    inputs, widths = 64, [64, 32, 32][:num_projections]
+    num_ranks = NUM_ELEMENTS // inputs // max(num_projections - 1, 1) + 48
+    a = torch.empty(num_projections, num_ranks, inputs, dtype=DTYPE, device=DEVICE)
+    b = torch.empty(num_ranks, sum(widths), dtype=DTYPE, device=DEVICE)
     last = slice(num_ranks - 24, num_ranks)
-    a[:, last], b[last] = torch.randn(24, inputs).to(DEVICE, DTYPE), torch.randn(24, width).to(DEVICE, DTYPE)
+    a[:, last], b[last] = torch.randn(num_projections, 24, inputs).to(DEVICE, DTYPE), torch.randn(24, sum(widths)).to(DEVICE, DTYPE)
     num_tokens = 70 if is_long else 2
-    x, y = torch.randn(num_tokens, inputs).to(DEVICE, DTYPE), torch.zeros(num_tokens, width, device=DEVICE, dtype=DTYPE)
+    x, y = torch.randn(num_tokens, inputs).to(DEVICE, DTYPE), torch.zeros(num_tokens, sum(widths), device=DEVICE, dtype=DTYPE)
     segments = lora_segments([((last.start, last.stop),)], [num_tokens], lambda array: torch.from_numpy(array).to(DEVICE))
-    expected = expected_of(y, x, LoraPages(a[:, last], b[last], [width]), [(num_tokens, ((0, 24),))])
-    add_lora(y, x, LoraPages(a, b, [width]), segments)
+    expected = expected_of(y, x, LoraPages(a[:, last], b[last], widths), [(num_tokens, ((0, 24),))])
+    add_lora(y, x, LoraPages(a, b, widths), segments)
     torch.testing.assert_close(y.double().cpu(), expected, atol=5e-3 * float(expected.abs().max()), rtol=0)

@@ -17,10 +17,14 @@ IS_INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 DEVICE = "cpu" if IS_INTERPRETED else "cuda"
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available() and not IS_INTERPRETED, reason="no CUDA GPU")]
 
-NUM_RANKS = 48
+NUM_RANKS = 272
 LONG: dict[str, Rows] = {
     "a prompt of several blocks": [(1, ((0, 8),)), (150, ((8, 48),)), (3, ())],
     "prompts among the base model's": [(70, ()), (65, ((0, 16), (24, 32))), (1, ()), (64, ((40, 48),))],
+}
+LARGE: dict[str, Rows] = {  # adapters of ranks 64 and 256
+    "new tokens": [(2, ((0, 64),)), (1, ()), (1, ((16, 272),))],
+    "a prompt": [(20, ((16, 272),))],
 }
 TOLERANCE = {torch.float32: 1e-4, torch.float16: 5e-3}  # of the largest value
 if not IS_INTERPRETED:  # numpy, which stands in for the GPU there, has no bfloat16
@@ -43,7 +47,7 @@ def expected_of(y: torch.Tensor, x: torch.Tensor, pages: LoraPages, rows: Rows) 
 @pytest.mark.parametrize("mix", [*MIXES, *LONG])
 @pytest.mark.parametrize(("inputs", "widths"), [(17, [5]), (48, [48, 16, 16]), (320, [130, 257]), (2500, [20])])
 def test_each_token_gets_the_product_of_its_own_ranks(mix: str, inputs: int, widths: list[int], dtype: torch.dtype) -> None:
-    rows = (MIXES | LONG)[mix]
+    rows = (MIXES | LONG | LARGE)[mix]
     generator = torch.Generator().manual_seed(0)
 
     def random(*shape: int) -> torch.Tensor:
@@ -62,6 +66,12 @@ def test_each_token_gets_the_product_of_its_own_ranks(mix: str, inputs: int, wid
 @pytest.mark.parametrize("mix", LONG)
 def test_a_prompt_gets_all_columns_of_wide_projections(mix: str) -> None:
     test_each_token_gets_the_product_of_its_own_ranks(mix, 48, [1300, 257, 513], torch.float16)
+
+
+@pytest.mark.parametrize("dtype", TOLERANCE, ids=str)
+@pytest.mark.parametrize(("mix", "inputs"), [("new tokens", 4096), ("new tokens", 14336), ("a prompt", 320)])
+def test_all_inputs_and_ranks_of_large_layers_and_adapters_are_summed(mix: str, inputs: int, dtype: torch.dtype) -> None:
+    test_each_token_gets_the_product_of_its_own_ranks(mix, inputs, [20, 30], dtype)
 
 
 def test_pages_of_nobody_are_never_read() -> None:

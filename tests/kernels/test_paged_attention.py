@@ -27,12 +27,15 @@ SCORINGS = {
     "window": Scoring(0.1, window=21),
     "cap": Scoring(0.5, cap=3.0),
     "both": Scoring(0.3, window=70, cap=5.0),
+    "narrow": Scoring(0.3, window=21, cap=5.0),
 }
 # What a GPU compiles anew: every size of heads with one scoring, one size with every scoring.
 COMPILED = [
     *zip(HEADS, ["both", "cap", "window", "both", "plain", "window", "cap", "plain"], strict=True),
     *((HEADS[4], name) for name in ["window", "cap", "both"]),
 ]
+FLOAT8, FLOAT8_SCALES = torch.float8_e4m3fn, (0.5, 3.0)  # of keys and of values
+COMPILED_FLOAT8 = [((8, 2, 128), "plain"), ((7, 1, 64), "narrow"), ((3, 1, 192), "both"), ((2, 1, 256), "window"), ((3, 3, 80), "cap")]
 
 
 class PagedCase:
@@ -61,6 +64,13 @@ class PagedCase:
 
     def kv(self, scales: Tensor | None = None) -> PagedKV:
         return PagedKV(self.cache, self.table, self.context_lens, scales)
+
+    def float8_kv(self) -> PagedKV:
+        """From now on the keys and values are what a cache in float8 makes of them."""
+        self.cache = self.cache.to(FLOAT8)
+        self.keys = [keys.to(FLOAT8).double() * FLOAT8_SCALES[0] for keys in self.keys]
+        self.values = [values.to(FLOAT8).double() * FLOAT8_SCALES[1] for values in self.values]
+        return self.kv(torch.tensor(FLOAT8_SCALES, device=self.device))
 
     def queries(self, num_tokens: int) -> Tensor:
         """[num_tokens, num_heads, head_dim], a part of rows that are longer."""
@@ -132,17 +142,18 @@ class TestKernels:
         actual = paged_attention(q, case.kv(), scoring)
         assert_equal(actual, case.expected(q, [1] * 4, scoring), dtype)
 
+    @pytest.mark.parametrize("dtype", TOLERANCE, ids=str)
+    @pytest.mark.parametrize(("heads", "scored"), COMPILED_FLOAT8, ids=str)
     @pytest.mark.parametrize("context_lens", [[3, 0, 80], [1100, 5]], ids=["whole", "shared"])
-    def test_an_fp8_cache_is_multiplied_by_its_scales(self, context_lens: list[int]) -> None:
+    def test_an_fp8_cache_is_multiplied_by_its_scales(
+        self, context_lens: list[int], heads: tuple[int, int, int], scored: str, dtype: torch.dtype
+    ) -> None:
         from loray.kernels.paged_attention_triton import paged_attention
 
-        case, scoring = PagedCase(context_lens, (8, 2, 128), torch.float16, DEVICE), Scoring(0.1)
-        q, scales = case.queries(len(context_lens)), torch.tensor([0.5, 3.0], device=DEVICE)
-        case.cache = case.cache.to(torch.float8_e4m3fn)
-        case.keys = [keys.to(torch.float8_e4m3fn).double() * 0.5 for keys in case.keys]
-        case.values = [values.to(torch.float8_e4m3fn).double() * 3.0 for values in case.values]
-        actual = paged_attention(q, case.kv(scales), scoring)
-        assert_equal(actual, case.expected(q, [1] * len(context_lens), scoring), torch.float16)
+        case, scoring = PagedCase(context_lens, heads, dtype, DEVICE), SCORINGS[scored]
+        q = case.queries(len(context_lens))
+        actual = paged_attention(q, case.float8_kv(), scoring)
+        assert_equal(actual, case.expected(q, [1] * len(context_lens), scoring), dtype)
 
     @pytest.mark.parametrize("poison", [float("nan"), 1e30], ids=str)
     def test_what_an_output_held_before_does_not_show(self, poison: float, monkeypatch: pytest.MonkeyPatch) -> None:

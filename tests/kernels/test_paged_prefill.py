@@ -11,7 +11,7 @@ from torch import Tensor
 
 from loray.kernels.attention import PromptWork, Scoring
 from loray.kernels.paged_prefill import paged_prefill
-from tests.kernels.test_paged_attention import COMPILED, DEVICE, SCORINGS, TOLERANCE, PagedCase, assert_equal
+from tests.kernels.test_paged_attention import COMPILED, COMPILED_FLOAT8, DEVICE, SCORINGS, TOLERANCE, PagedCase, assert_equal
 from tests.kernels.triton_marks import ON_GPU
 
 BATCHES = {  # of each sequence: its queries, and its keys with them
@@ -66,13 +66,13 @@ class TestKernel:
         actual = paged_prefill(q, case.kv(), prompts_of(q_lens, context_lens, DEVICE), scoring)
         assert_equal(actual, case.expected(q, q_lens, scoring), torch.float16)
 
-    def test_an_fp8_cache_is_multiplied_by_its_scales(self) -> None:
+    @pytest.mark.parametrize("dtype", TOLERANCE, ids=str)
+    @pytest.mark.parametrize(("heads", "scored"), COMPILED_FLOAT8, ids=str)
+    def test_an_fp8_cache_is_multiplied_by_its_scales(self, heads: tuple[int, int, int], scored: str, dtype: torch.dtype) -> None:
         from loray.kernels.paged_prefill_triton import paged_prefill
 
-        case, scoring = PagedCase([30, 75], (8, 2, 128), torch.float16, DEVICE), Scoring(0.1)
-        q, scales = case.queries(50), torch.tensor([0.5, 3.0], device=DEVICE)
-        case.cache = case.cache.to(torch.float8_e4m3fn)
-        case.keys = [keys.to(torch.float8_e4m3fn).double() * 0.5 for keys in case.keys]
-        case.values = [values.to(torch.float8_e4m3fn).double() * 3.0 for values in case.values]
-        actual = paged_prefill(q, case.kv(scales), prompts_of([20, 30], [30, 75], DEVICE), scoring)
-        assert_equal(actual, case.expected(q, [20, 30], scoring), torch.float16)
+        q_lens, context_lens = [20, 30], [30, 105]
+        case, scoring = PagedCase(context_lens, heads, dtype, DEVICE), SCORINGS[scored]
+        q = case.queries(sum(q_lens))
+        actual = paged_prefill(q, case.float8_kv(), prompts_of(q_lens, context_lens, DEVICE), scoring)
+        assert_equal(actual, case.expected(q, q_lens, scoring), dtype)

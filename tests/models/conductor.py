@@ -42,10 +42,12 @@ class Conductor:
         max_running: int = 16,
         max_total_tokens: int = 128,
         num_pages: int = 32,
+        has_float8_cache: bool = False,
         has_float8_weights: bool = False,
     ) -> None:
         sizes = max_running, max_total_tokens, BLOCK_SIZE
-        self.runner = Runner(folder, parallel or Parallel(), torch.device(device), dtype, *sizes, has_float8_weights=has_float8_weights)
+        float8 = {"has_float8_cache": has_float8_cache, "has_float8_weights": has_float8_weights}
+        self.runner = Runner(folder, parallel or Parallel(), torch.device(device), dtype, *sizes, **float8)
         self.report = self.runner.report(0.5)
         self.max_blocks = -(-(max_total_tokens + 1) // BLOCK_SIZE)
         self.runner.allocate(max_running * self.max_blocks, num_pages)
