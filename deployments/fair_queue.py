@@ -7,8 +7,6 @@ it takes to load. One that comes back starts where it was, so that who asks for 
 most `max_credit` behind that: what an adapter without requests was served is forgotten when all others are as far ahead. One that always
 runs but asks for little earns little credit, too: while none of its requests wait, it falls no more than `max_credit` behind the least
 served that waits, or that started last; else those who take what nobody wants would pay for it later.
-All versions of an adapter have one account, but a pinned one has its own: it takes all the turns that others leave, and none of the pages
-that the others of its adapter wait for, so their turns are not put off by it.
 """
 
 import math
@@ -21,7 +19,6 @@ from loray.deployments.fair_lines import Account, Lane, Line
 from loray.deployments.sequence import Sequence
 
 MAX_DEBTS = 10_000
-PINNED = "\0pinned"  # ends the name of a pinned version's account
 NUM_DEBTS_LOOKED_AT = 8  # whenever an adapter's last request ends
 
 
@@ -51,27 +48,26 @@ class FairQueue:
         """Sequences that wait."""
         return self._num_waiting + len(self._held)
 
-    def num_waiting_of(self, name: str) -> int:
-        """Of an adapter, all its versions together."""
-        accounts = (self._accounts.get(name), self._accounts.get(name + PINNED))
-        return self._num_held[name] + sum(account.num_waiting for account in accounts if account)
+    def num_waiting_of(self, account_name: str) -> int:
+        account = self._accounts.get(account_name)
+        return self._num_held[account_name] + (account.num_waiting if account else 0)
 
     def weight_of(self, sequence: Sequence) -> float:
         """Of its adapter."""
-        return self._accounts[sequence.account].weight
+        return self._accounts[account_name(sequence.adapter)].weight
 
     def served(self, sequence: Sequence) -> float:
         """Tokens that its adapter was served, for its weight."""
-        return self._accounts[sequence.account].served
+        return self._accounts[account_name(sequence.adapter)].served
 
     def charge(self, sequence: Sequence, num_tokens: int) -> None:
-        account = self._accounts[sequence.account]
+        account = self._accounts[account_name(sequence.adapter)]
         account.served += num_tokens / account.weight
 
     def refund(self, sequence: Sequence, num_tokens: int) -> None:
         """What was charged for a row that is not computed after all."""
         self.charge(sequence, -num_tokens)
-        for line in self._accounts[sequence.account].lines.values():
+        for line in self._accounts[account_name(sequence.adapter)].lines.values():
             if line.entry:  # a lane finds the entries that are too low by itself, not those that are too high
                 self._lane_of(line).push(line)
 
@@ -80,11 +76,12 @@ class FairQueue:
             self._held[sequence] = None
             self._num_held[account_name(sequence.adapter)] += 1
             return
-        name = sequence.account = account_name(sequence.adapter) + (PINNED if sequence.adapter and sequence.adapter.is_pinned else "")
+        name = account_name(sequence.adapter)
         if name not in self._accounts:
+            weight_by_id = self._weights.get(sequence.adapter.adapter_id, 1.0) if sequence.adapter else 1.0
             floor = self._floor()
             served = max(self._debts.pop(name, floor), floor - self._max_credit)
-            self._accounts[name] = Account(name, self._weight(sequence.adapter), served)
+            self._accounts[name] = Account(name, self._weights.get(name, weight_by_id), served)
         elif not self._accounts[name].num_waiting:
             account = self._accounts[name]
             account.served = max(account.served, self._level(account) - self._max_credit)
@@ -92,7 +89,7 @@ class FairQueue:
 
     def take(self, sequence: Sequence) -> None:
         """It waits no longer, it runs."""
-        account = self._accounts[sequence.account]
+        account = self._accounts[account_name(sequence.adapter)]
         account.num_running += 1
         self._latest = account
         self._running[account.name] = account
@@ -115,7 +112,7 @@ class FairQueue:
             self._remove(sequence)
         else:
             self._stop(sequence)
-        account = self._accounts[sequence.account]
+        account = self._accounts[account_name(sequence.adapter)]
         if not account.num_running and not account.num_waiting:
             self._leave(account)
 
@@ -176,8 +173,7 @@ class FairQueue:
 
     def has_other_version(self, adapter: Adapter) -> bool:
         """Whether sequences of another version wait."""
-        account = self._accounts.get(account_name(adapter))
-        return account is not None and any(version is not adapter for version in account.lines)
+        return any(version is not adapter for version in self._accounts[account_name(adapter)].lines)
 
     def heads_inside(self) -> dict[Adapter, Sequence]:
         """The next of each adapter in the pool that has any."""
@@ -190,7 +186,7 @@ class FairQueue:
 
     def placed(self, sequence: Sequence) -> None:
         """Its adapter is in the pool now, so its line is among those inside, whoever else is looked at."""
-        self._inside.push(self._accounts[sequence.account].lines[sequence.adapter])
+        self._inside.push(self._accounts[account_name(sequence.adapter)].lines[sequence.adapter])
 
     def next_adapters(self, limit: int) -> list[Adapter]:
         """Adapters outside the pool that wait for their turn: those that are not ready, then the others in the order of their turns."""
@@ -220,12 +216,8 @@ class FairQueue:
     def _lane_of(self, line: Line) -> Lane:
         return self._inside if line.adapter is None or line.adapter.page_ids else self._outside
 
-    def _weight(self, adapter: Adapter | None) -> float:
-        weight_by_id = self._weights.get(adapter.adapter_id, 1.0) if adapter else 1.0
-        return self._weights.get(account_name(adapter), weight_by_id)
-
     def _insert(self, sequence: Sequence) -> None:
-        account = self._accounts[sequence.account]
+        account = self._accounts[account_name(sequence.adapter)]
         line = account.lines.get(sequence.adapter)
         if line is None:
             line = account.lines[sequence.adapter] = Line(account, sequence.adapter)
@@ -236,7 +228,7 @@ class FairQueue:
         self._num_waiting += 1
 
     def _remove(self, sequence: Sequence) -> None:
-        account = self._accounts[sequence.account]
+        account = self._accounts[account_name(sequence.adapter)]
         line = account.lines[sequence.adapter]
         del line.sequences[sequence]
         if not line.sequences:
@@ -247,7 +239,7 @@ class FairQueue:
         self._num_waiting -= 1
 
     def _stop(self, sequence: Sequence) -> None:
-        account = self._accounts[sequence.account]
+        account = self._accounts[account_name(sequence.adapter)]
         account.num_running -= 1
         if not account.num_running:
             del self._running[account.name]

@@ -11,6 +11,7 @@ Turns alone (fair_queue.py) are not fair while a flood of long sequences holds a
   once when none runs; nothing is computed twice. They leave at the same time: one after another, the last in a long line would wait for
   all of them. Versions of one adapter have one account, so none is ahead of another: when its turn comes, one that waits has those in the
   pool leave that run, or wait for less long.
+  A pinned one can't, and keeps its account level with all others: so one that waits beside it has any leave that were served as much.
   Answers may be long, so for one that could start right away two kinds stop at once and are recomputed later: who has most of the
   pool, and those for whose pages one waits that has at least as many already, which stand empty meanwhile. But only when each of
   their sequences has sampled as many tokens as its start has cost: no more is recomputed than is gained.
@@ -45,19 +46,19 @@ def victim_of_arrival(
     taker: Sequence, num_wanted: int, held: Held, lead: float, running: Collection[Sequence], queue: FairQueue
 ) -> Sequence | None:
     """The running sequence whose place a waiting one may take: of an adapter that it is at most `lead` ahead of."""
-    account = taker.account
+    account = account_name(taker.adapter)
     shares = _shares(running, held, queue)
     share = shares[account] + num_wanted / queue.weight_of(taker)
-    candidates = (s for s in running if s.account != account and queue.served(s) + lead >= queue.served(taker))
+    candidates = (s for s in running if account_name(s.adapter) != account and queue.served(s) + lead >= queue.served(taker))
     victim = _youngest_of_largest(candidates, running, shares)
-    return victim if victim and shares[victim.account] >= 2 * share else None
+    return victim if victim and shares[account_name(victim.adapter)] >= 2 * share else None
 
 
 def may_pass(sequence: Sequence, num_wanted: int, blocked: Sequence, running: Iterable[Sequence], queue: FairQueue) -> bool:
     """Whether a waiting sequence need not wait behind one that finds no blocks: it will hold at most half of what that one's do."""
     shares = _shares(running, num_blocks, queue)
-    share = shares[sequence.account] + num_wanted / queue.weight_of(sequence)
-    return shares[blocked.account] >= 2 * share
+    share = shares[account_name(sequence.adapter)] + num_wanted / queue.weight_of(sequence)
+    return shares[account_name(blocked.adapter)] >= 2 * share
 
 
 class Leaving:
@@ -68,12 +69,13 @@ class Leaving:
     ) -> None:
         self.adapters: set[Adapter] = set()
         self.hurried: set[Adapter] = set()  # those of them that do so at once
-        self.active = {sequence.adapter for sequence in running}  # the others can leave at once
         self._lead = lead
         self._table = table
         self._num_kept = table.num_available_pages  # too few for the first of those that wait, and kept for it alone
         self._queue = queue
         self._running = running
+        self._pinned = {account_name(s.adapter) for s in running if s.adapter and s.adapter.is_pinned}
+        self._active = {s.adapter for s in running}
         self._heads = queue.heads_inside()
         users = {adapter: sequence for sequence in (*self._heads.values(), *running) if (adapter := sequence.adapter)}
         self._served = {adapter: queue.served(user) for adapter, user in users.items() if not adapter.is_pinned}
@@ -87,14 +89,15 @@ class Leaving:
         assert starved.adapter, "the base model needs no pages"
         num_kept, self._num_kept = self._num_kept, 0
         num_missing = starved.adapter.num_pages - num_kept
-        account, served = starved.account, self._queue.served(starved)
+        account, served = account_name(starved.adapter), self._queue.served(starved)
         leaving: list[Adapter] = []
         num_leaving = 0
         for adapter in reversed(self._others):
             if num_missing <= num_leaving:
                 break
-            is_begun_or_younger = adapter in self.active or self._heads[adapter].arrival > starved.arrival
-            if self._served[adapter] - served > self._lead or (account_name(adapter) == account and is_begun_or_younger):
+            lead, is_active = self._served[adapter] - served, adapter in self._active
+            is_sibling = account_name(adapter) == account and (is_active or self._heads[adapter].arrival > starved.arrival)
+            if lead > self._lead or is_sibling or (lead >= 0 and is_active and account in self._pinned):
                 leaving.append(adapter)
                 num_leaving += adapter.num_pages
         for adapter in leaving:
@@ -120,11 +123,11 @@ def _shares(running: Iterable[Sequence], held: Held, queue: FairQueue) -> dict[s
     """What each adapter's running sequences hold, for its weight."""
     shares: dict[str, float] = defaultdict(float)
     for sequence in running:
-        shares[sequence.account] += held(sequence) / queue.weight_of(sequence)
+        shares[account_name(sequence.adapter)] += held(sequence) / queue.weight_of(sequence)
     return shares
 
 
 def _youngest_of_largest(candidates: Iterable[Sequence], running: Iterable[Sequence], shares: Mapping[str, float]) -> Sequence | None:
     oldest = min(running, key=lambda sequence: sequence.arrival, default=None)
     others = (sequence for sequence in candidates if sequence is not oldest)
-    return max(others, key=lambda sequence: (shares[sequence.account], sequence.arrival), default=None)
+    return max(others, key=lambda sequence: (shares[account_name(sequence.adapter)], sequence.arrival), default=None)

@@ -199,8 +199,8 @@ class Scheduler:
                     num_reserved = self._num_reserved(self._prefills())
                 if not leaving.make_room(sequence, self._prefixes.num_wanted(sequence) + num_reserved - self.blocks.num_free):
                     self.waiting.skip_outside()
-                for unused in leaving.adapters - leaving.active:
-                    if not self._bound_to(unused):
+                for unused in leaving.adapters.difference(other.adapter for other in self.running):  # some were started meanwhile
+                    if unused.page_ids and not self._bound_to(unused):
                         self._displace(unused)
 
     def _displace_idle(self, adapter: Adapter) -> bool:

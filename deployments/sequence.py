@@ -32,7 +32,6 @@ class Sequence:
     def __init__(self, request: GenerationRequest, adapter: Adapter | None, reply: Address, arrival: int) -> None:
         self.request = request
         self.adapter = adapter
-        self.account = ""  # whose turns it takes; the queue says so
         self.reply = reply
         self.arrival = arrival  # lower = older
         self.accepted_at = time.monotonic()

@@ -4,6 +4,7 @@ import random
 
 import pytest
 
+from loray.deployments.plan import Plan
 from loray.deployments.sequence import Sequence
 from loray.models.step import Pooling
 from tests.deployments.simulated_rank import greedy
@@ -363,3 +364,22 @@ def test_one_that_needs_the_whole_pool_is_served_as_much_as_those_that_do_not(nu
         ]
         server.turn()
     assert max(server.served.values()) < 1.05 * min(server.served.values()), server.served
+
+
+def test_one_that_is_to_leave_and_is_started_meanwhile_keeps_its_pages() -> None:
+    """It can go on with them alone, so it is started though one that was served less waits for them, and before one that was served more."""
+    server = Server(num_blocks=400, num_pages=1, max_batch_tokens=8, max_running=4)
+    begun = server.add([1], 30, "begun")
+    for _ in range(5):
+        server.turn()
+    server.scheduler._preempt(Plan(), begun)
+    while server.complete():
+        pass
+    assert begun.adapter
+    begun.adapter.is_ready = False
+    before, after = server.add([2], 3, "before"), server.add([3], 3, "after")
+    server.scheduler.waiting.charge(begun, 100)
+    server.scheduler.waiting.charge(after, 200)
+    server.run()
+    assert output_of(begun) == greedy("begun", [1], 30)
+    assert [output_of(before), output_of(after)] == [greedy("before", [2], 3), greedy("after", [3], 3)]

@@ -243,25 +243,3 @@ def test_debts_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
     for number in range(500):
         queue.forget(queue.start(queue.arrive(f"r{number}", f"a{number}"), 100))
     assert len(queue._debts) <= 50
-
-
-def test_a_pinned_version_has_an_account_of_its_own_with_the_same_weight() -> None:
-    queue = NamedQueue(a=2.0)
-    queue.adapter("a.1").is_pinned = True
-    pinned = queue.start(queue.arrive("pinned", "a.1"), 100)
-    other = queue.start(queue.arrive("other", "a.2"), 10)
-    assert (queue.served(pinned), queue.served(other) - 50) == (50, 5), "who comes starts with the least served"
-    queue.adapter("a.1").is_pinned = False
-    queue.arrive("late", "a.1")
-    queue.arrive("later", "a.2")
-    assert queue.num_waiting_of("a") == 2 and queue.weight_of(pinned) == 2
-    queue.charge(pinned, 20)
-    assert queue.served(pinned) == 60 and queue.names() == ["late", "later"], "what has begun stays where it is"
-
-
-def test_an_adapters_waiting_requests_are_counted_together_pinned_or_not() -> None:
-    queue = NamedQueue()
-    queue.adapter("a.1").is_pinned = True
-    for name, version in (("x", "a.1"), ("y", "a.2"), ("z", "a.2")):
-        queue.arrive(name, version)
-    assert queue.num_waiting_of("a") == 3
