@@ -367,7 +367,7 @@ def test_one_that_needs_the_whole_pool_is_served_as_much_as_those_that_do_not(nu
 
 
 def test_one_that_is_to_leave_and_is_started_meanwhile_keeps_its_pages() -> None:
-    """It can go on with them alone, so it is started though one that was served less waits for them, and before one that was served more."""
+    """It can go on with them alone, so it starts though one that was served less waits for them, and before one that was served more."""
     server = Server(num_blocks=400, num_pages=1, max_batch_tokens=8, max_running=4)
     begun = server.add([1], 30, "begun")
     for _ in range(5):
