@@ -27,6 +27,7 @@ class Adapter:
     error: str = ""  # why it could not be read into host memory the last time
     unrenewed: str = ""  # why its source could not be asked anew: there may be a newer version
     is_pinned: bool = False  # stays where it is, used or not
+    is_apart: bool = False  # has an account of its own, beside that of its other versions; the queue says when
     pool_use: TierUse = field(default_factory=TierUse)
     host_use: TierUse = field(default_factory=TierUse)
 
@@ -49,6 +50,7 @@ class AdapterTable:
         self.num_evictions = 0
         self._freed_pages: list[int] = []  # since the ranks were last told
         self.num_pinned_pages = 0
+        self._repinned: set[Adapter] = set()  # pinned, or no longer, since the last `take_repinned`
         self.returning: set[Adapter] = set()  # left the pool in the middle of answers, and must find room in spite of pins
 
     @property
@@ -81,6 +83,7 @@ class AdapterTable:
         adapter = self.known(adapter)
         if not adapter.is_pinned:
             adapter.is_pinned = True
+            self._repinned.add(adapter)
             self.num_pinned_pages += adapter.num_pages
             self._set_busy(adapter)
         return adapter
@@ -88,8 +91,14 @@ class AdapterTable:
     def unpin(self, adapter: Adapter) -> None:
         if adapter.is_pinned:
             adapter.is_pinned = False
+            self._repinned.add(adapter)
             self.num_pinned_pages -= adapter.num_pages
             self._set_idle(adapter)
+
+    def take_repinned(self) -> set[Adapter]:
+        """Those that have been pinned or unpinned since the last call."""
+        repinned, self._repinned = self._repinned, set()
+        return repinned
 
     def known(self, adapter: Adapter) -> Adapter:
         """The table's own object for that version. Files that were touched, or lie elsewhere now, count from its next load on."""

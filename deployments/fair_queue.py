@@ -7,6 +7,9 @@ it takes to load. One that comes back starts where it was, so that who asks for 
 most `max_credit` behind that: what an adapter without requests was served is forgotten when all others are as far ahead. One that always
 runs but asks for little earns little credit, too: while none of its requests wait, it falls no more than `max_credit` behind the least
 served that waits, or that started last; else those who take what nobody wants would pay for it later.
+
+All versions of an adapter have one account, but for those that are pinned: they are always in the pool, and what they are served would
+keep a version that is not from ever getting there.
 """
 
 import math
@@ -22,8 +25,13 @@ MAX_DEBTS = 10_000
 NUM_DEBTS_LOOKED_AT = 8  # whenever an adapter's last request ends
 
 
-def account_name(adapter: Adapter | None) -> str:
+def adapter_name(adapter: Adapter | None) -> str:
+    """The same for all its versions."""
     return adapter.account or adapter.adapter_id if adapter else ""
+
+
+def account_name(adapter: Adapter | None) -> str:
+    return f"{adapter_name(adapter)}\0{adapter.version}" if adapter and adapter.is_apart else adapter_name(adapter)
 
 
 class FairQueue:
@@ -41,16 +49,15 @@ class FairQueue:
         self._is_outside_shown = True
         self._loading: dict[Line, None] = {}  # in the order in which they were found to be
         self._held: dict[Sequence, None] = {}  # whose grammars the ranks don't have yet: in no line, where they would hold others up
-        self._num_held: Counter[str] = Counter()  # of them, by account
-        self._num_waiting = 0  # in lines
+        self._num_waiting = 0  # in lines, or held
+        self._num_waiting_of: Counter[str] = Counter()  # by adapter
 
     def __len__(self) -> int:
         """Sequences that wait."""
-        return self._num_waiting + len(self._held)
+        return self._num_waiting
 
-    def num_waiting_of(self, account_name: str) -> int:
-        account = self._accounts.get(account_name)
-        return self._num_held[account_name] + (account.num_waiting if account else 0)
+    def num_waiting_of(self, adapter_name: str) -> int:
+        return self._num_waiting_of[adapter_name]
 
     def weight_of(self, sequence: Sequence) -> float:
         """Of its adapter."""
@@ -74,25 +81,37 @@ class FairQueue:
     def add(self, sequence: Sequence) -> None:
         if sequence.waits_for_grammar:
             self._held[sequence] = None
-            self._num_held[account_name(sequence.adapter)] += 1
+            self._count_waiting(sequence, 1)
             return
         name = account_name(sequence.adapter)
-        if name not in self._accounts:
-            weight_by_id = self._weights.get(sequence.adapter.adapter_id, 1.0) if sequence.adapter else 1.0
+        account = self._accounts.get(name)
+        if account is None:
             floor = self._floor()
-            served = max(self._debts.pop(name, floor), floor - self._max_credit)
-            self._accounts[name] = Account(name, self._weights.get(name, weight_by_id), served)
-        elif not self._accounts[name].num_waiting:
-            account = self._accounts[name]
+            self._open(sequence.adapter, max(self._debts.get(name, floor), floor - self._max_credit))
+        elif not account.num_waiting:
             account.served = max(account.served, self._level(account) - self._max_credit)
         self._insert(sequence)
+
+    def set_apart(self, adapter: Adapter, is_apart: bool, num_running: int) -> None:
+        """Whether a version has an account of its own from now on. Its sequences go there with what it was served; so many of them run."""
+        old = self._accounts.get(account_name(adapter))
+        waiting = list(old.lines[adapter].sequences) if old and adapter in old.lines else []
+        for sequence in waiting:
+            self._remove(sequence)
+        adapter.is_apart = is_apart
+        if old and (waiting or num_running):
+            new = self._accounts.get(account_name(adapter)) or self._open(adapter, old.served)
+            self._count_running(old, -num_running)
+            self._count_running(new, num_running)
+            for sequence in waiting:
+                self._insert(sequence)
+            self._leave_if_unused(old)
 
     def take(self, sequence: Sequence) -> None:
         """It waits no longer, it runs."""
         account = self._accounts[account_name(sequence.adapter)]
-        account.num_running += 1
+        self._count_running(account, 1)
         self._latest = account
-        self._running[account.name] = account
         self._remove(sequence)
         line = account.lines.get(sequence.adapter)
         if line:
@@ -112,18 +131,24 @@ class FairQueue:
             self._remove(sequence)
         else:
             self._stop(sequence)
-        account = self._accounts[account_name(sequence.adapter)]
-        if not account.num_running and not account.num_waiting:
-            self._leave(account)
+        self._leave_if_unused(self._accounts[account_name(sequence.adapter)])
 
     def _let_go(self, sequence: Sequence) -> None:
         del self._held[sequence]
-        name = account_name(sequence.adapter)
-        self._num_held[name] -= 1
-        if not self._num_held[name]:
-            del self._num_held[name]
+        self._count_waiting(sequence, -1)
 
-    def _leave(self, account: Account) -> None:
+    def _open(self, adapter: Adapter | None, served: float) -> Account:
+        """It has none yet."""
+        weight_by_id = self._weights.get(adapter.adapter_id, 1.0) if adapter else 1.0
+        weight = self._weights.get(adapter_name(adapter), weight_by_id)
+        name = account_name(adapter)
+        self._debts.pop(name, None)
+        self._accounts[name] = Account(name, weight, served)
+        return self._accounts[name]
+
+    def _leave_if_unused(self, account: Account) -> None:
+        if account.num_running or account.num_waiting:
+            return
         del self._accounts[account.name]
         if not self._accounts:
             self._debts.clear()
@@ -225,7 +250,7 @@ class FairQueue:
         if line.head is sequence and line not in self._loading:
             self._lane_of(line).push(line)
         account.num_waiting += 1
-        self._num_waiting += 1
+        self._count_waiting(sequence, 1)
 
     def _remove(self, sequence: Sequence) -> None:
         account = self._accounts[account_name(sequence.adapter)]
@@ -236,10 +261,21 @@ class FairQueue:
             self._loading.pop(line, None)
             del account.lines[sequence.adapter]
         account.num_waiting -= 1
-        self._num_waiting -= 1
+        self._count_waiting(sequence, -1)
+
+    def _count_waiting(self, sequence: Sequence, count: int) -> None:
+        name = adapter_name(sequence.adapter)
+        self._num_waiting += count
+        self._num_waiting_of[name] += count
+        if not self._num_waiting_of[name]:
+            del self._num_waiting_of[name]
 
     def _stop(self, sequence: Sequence) -> None:
-        account = self._accounts[account_name(sequence.adapter)]
-        account.num_running -= 1
-        if not account.num_running:
-            del self._running[account.name]
+        self._count_running(self._accounts[account_name(sequence.adapter)], -1)
+
+    def _count_running(self, account: Account, count: int) -> None:
+        account.num_running += count
+        if account.num_running:
+            self._running[account.name] = account
+        else:
+            self._running.pop(account.name, None)

@@ -11,7 +11,6 @@ Turns alone (fair_queue.py) are not fair while a flood of long sequences holds a
   once when none runs; nothing is computed twice. They leave at the same time: one after another, the last in a long line would wait for
   all of them. Versions of one adapter have one account, so none is ahead of another: when its turn comes, one that waits has those in the
   pool leave that run, or wait for less long.
-  A pinned one can't, and keeps its account level with all others: so one that waits beside it has any leave that were served as much.
   Answers may be long, so for one that could start right away two kinds stop at once and are recomputed later: who has most of the
   pool, and those for whose pages one waits that has at least as many already, which stand empty meanwhile. But only when each of
   their sequences has sampled as many tokens as its start has cost: no more is recomputed than is gained.
@@ -74,7 +73,6 @@ class Leaving:
         self._num_kept = table.num_available_pages  # too few for the first of those that wait, and kept for it alone
         self._queue = queue
         self._running = running
-        self._pinned = {account_name(s.adapter) for s in running if s.adapter and s.adapter.is_pinned}
         self._active = {s.adapter for s in running}
         self._heads = queue.heads_inside()
         users = {adapter: sequence for sequence in (*self._heads.values(), *running) if (adapter := sequence.adapter)}
@@ -97,7 +95,7 @@ class Leaving:
                 break
             lead, is_active = self._served[adapter] - served, adapter in self._active
             is_sibling = account_name(adapter) == account and (is_active or self._heads[adapter].arrival > starved.arrival)
-            if lead > self._lead or is_sibling or (lead >= 0 and is_active and account in self._pinned):
+            if lead > self._lead or is_sibling:
                 leaving.append(adapter)
                 num_leaving += adapter.num_pages
         for adapter in leaving:

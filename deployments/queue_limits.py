@@ -4,7 +4,7 @@ import msgspec
 
 from loray.deployments.adapter_tiers import AdapterTiers
 from loray.deployments.errors import InvalidRequest, Overloaded
-from loray.deployments.fair_queue import account_name
+from loray.deployments.fair_queue import adapter_name
 from loray.deployments.scheduler import Scheduler
 from loray.deployments.sequence import Sequence
 
@@ -20,7 +20,7 @@ def check_admission(sequence: Sequence, scheduler: Scheduler, tiers: AdapterTier
     """Raises a LorayError if this sequence could not wait, or never run, here."""
     num_tokens = sequence.request.max_tokens
     adapter = tiers.table.known(sequence.adapter) if sequence.adapter else None
-    num_waiting = scheduler.waiting.num_waiting_of(account_name(adapter))
+    num_waiting = scheduler.waiting.num_waiting_of(adapter_name(adapter))
     if len(scheduler.waiting) >= limits.max_waiting * (1 if num_waiting else 2):  # a full queue is of those who fill it
         raise Overloaded(f"{len(scheduler.waiting)} requests are waiting already; try again")
     if num_waiting >= limits.max_waiting_of_adapter:

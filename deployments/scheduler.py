@@ -67,6 +67,7 @@ class Scheduler:
 
     def schedule(self) -> Plan | None:
         """The next step, or None when nothing can run."""
+        self._set_apart_pinned()
         self.waiting.wake_loaded()
         self._make_room()
         self._hurry()
@@ -96,6 +97,10 @@ class Scheduler:
             if sequence.finish_reason:
                 self.finish(sequence)
         return alive
+
+    def _set_apart_pinned(self) -> None:
+        for adapter in self.adapters.take_repinned():
+            self.waiting.set_apart(adapter, adapter.is_pinned, num_running=sum(other.adapter is adapter for other in self.running))
 
     def _plan_prompts(self, plan: Plan) -> None:
         """The rest of the budget goes to prompts, begun or waiting, least served first."""

@@ -5,10 +5,12 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import jinja2
+import msgspec
 
 from loray.deployments.errors import MissingTemplateVariable, TemplateError
 from loray.deployments.off_loop import off_loop_if
 from loray.deployments.token_bytes import TokenBytes
+from loray.models.converted import is_converted
 
 OFF_LOOP_CHARS = 4096  # about 1 ms of encoding; longer texts would hold up every other stream, so a thread does them, without the GIL
 OFF_LOOP_MESSAGES = 64  # the same, of what is done for each; or texts
@@ -38,7 +40,12 @@ class Tokenizer:
 
     @classmethod
     def load(cls, folder: Path, trust_remote_code: bool = False) -> "Tokenizer":
-        from transformers import AutoTokenizer  # here, so that who only builds the application does not wait for it
+        # transformers is imported here, so that who only builds the application does not wait for it.
+        if _is_plain(folder):
+            from transformers import PreTrainedTokenizerFast
+
+            return cls(PreTrainedTokenizerFast.from_pretrained(folder), folder)
+        from transformers import AutoTokenizer
 
         return cls(AutoTokenizer.from_pretrained(folder, trust_remote_code=trust_remote_code), folder)
 
@@ -140,3 +147,12 @@ def _places(spans: list[TokenSpan]) -> list[int]:
         places.append(min(span.start, end) if span.start < span.stop else end)
         end = max(end, span.stop)
     return places
+
+
+def _is_plain(folder: Path) -> bool:
+    """Whether its class is known: to find it out, transformers imports torch, which takes 4 s and 200 MB more. Only of files that loray
+    has written, since some on the hub name a class that is wrong."""
+    if not is_converted(folder):
+        return False
+    config: dict[str, Any] = msgspec.json.decode((folder / "tokenizer_config.json").read_bytes())
+    return config.get("tokenizer_class") == "TokenizersBackend" and "auto_map" not in config

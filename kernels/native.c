@@ -41,6 +41,23 @@ static inline float dot(const float *left, const float *right, int64_t size) {
     return (s0 + s1) + (s2 + s3);
 }
 
+// native_linear.py: how many of the values float16 has no number for, infinities among them.
+void count_inexact(const float *values, int64_t count, int64_t *found) {
+    const uint32_t least_normal = 0x38800000, most = 0x477fe000, lost_bits = 0x1fff;  // 2^-14, 65504, and what a normal number loses
+    int64_t total = 0;
+#pragma omp parallel for simd reduction(+ : total) if (count > PARALLEL_WORK)
+    for (int64_t i = 0; i < count; i++) {
+        float size = fabsf(values[i]);
+        uint32_t bits;
+        memcpy(&bits, &size, sizeof bits);
+        float steps = bits < least_normal ? size * 0x1p24f : 0.0f;  // below the least normal number it has multiples of 2^-24
+        int is_small = bits < least_normal && steps == (float)(int32_t)steps;
+        int is_normal = bits >= least_normal && bits <= most && !(bits & lost_bits);
+        total += !is_small && !is_normal;
+    }
+    *found = total;
+}
+
 // vocabulary.py: the tokens' rows of the table; of an id that has none, its last.
 void embed(const int32_t *ids, const float *table, int64_t rows, int64_t size, float *out, int64_t tokens) {
     for (int64_t token = 0; token < tokens; token++) {

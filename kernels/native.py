@@ -183,6 +183,14 @@ def linear_layout() -> tuple[int, int]:
     return lanes.value, outputs_at_once.value
 
 
+def is_exact_in_half(weight: Tensor) -> bool:
+    """Whether float16 has every one of its numbers; it has no infinity here: native_linear_arm.c would take that for a number."""
+    assert _library is not None and weight.is_contiguous() and weight.dtype == torch.float32
+    num_inexact = ctypes.c_int64()
+    _library.count_inexact(weight.data_ptr(), weight.numel(), ctypes.addressof(num_inexact))
+    return num_inexact.value == 0
+
+
 def linear(x: Tensor, groups: Tensor, outputs: int) -> Tensor:
     """x W^T. groups: as native_linear.py lays them out, in float32, or on x86 in float16."""
     assert x.stride(1) == 1

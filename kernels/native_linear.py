@@ -17,7 +17,7 @@ class NativeMatrix:
 
     def __init__(self, weight: Tensor) -> None:
         self._outputs = len(weight)
-        is_exact = _is_exact(weight)
+        is_exact = native.is_exact_in_half(weight)
         self._groups = _groups(weight, torch.float16 if is_exact and not native.IS_ARM else torch.float32)
         self._half = _groups(weight, torch.float16) if is_exact and native.IS_ARM and leaves_room(weight.nbytes // 2) else None
         self.num_bytes = self._groups.nbytes + (0 if self._half is None else self._half.nbytes)
@@ -40,7 +40,8 @@ def _groups(weight: Tensor, dtype: torch.dtype) -> Tensor:
     """[groups, inputs, lanes]"""
     outputs, inputs = weight.shape
     lanes, outputs_at_once = native.linear_layout()
-    laid_out = torch.zeros(-(-outputs // outputs_at_once) * outputs_at_once // lanes, inputs, lanes, dtype=dtype)
+    laid_out = torch.empty(-(-outputs // outputs_at_once) * outputs_at_once // lanes, inputs, lanes, dtype=dtype)
+    laid_out[outputs // lanes :] = 0.0  # what no output fills
     for first in range(0, outputs, ROWS_AT_ONCE):
         rows = weight[first : first + ROWS_AT_ONCE]
         whole = len(rows) // lanes
@@ -49,13 +50,3 @@ def _groups(weight: Tensor, dtype: torch.dtype) -> Tensor:
         if rest := len(rows) % lanes:
             groups[whole, :, :rest] = rows[whole * lanes :].T
     return laid_out
-
-
-def _is_exact(weight: Tensor) -> bool:
-    """In float16, where there is no infinity either: native_linear_arm.c would take it for a number."""
-    largest = torch.finfo(torch.float16).max
-    return all(
-        torch.equal(rows.half().float(), rows) and -largest <= low <= high <= largest
-        for rows in weight.split(ROWS_AT_ONCE)
-        for low, high in [rows.aminmax()]
-    )

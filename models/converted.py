@@ -104,6 +104,10 @@ def _reason(stderr: str) -> str:
     return one_line((raised or lines)[-1])
 
 
+def is_converted(folder: Path) -> bool:
+    return (folder / MARKER).exists()
+
+
 def _marker(source: Source, folder: Path) -> dict[str, Any]:
     files = {path.name: {"size": path.stat().st_size, "sha256": sha256_of(path)} for path in sorted(folder.iterdir())}
     return {"format": FORMAT, "source": source.origin, "source_sha256": source.fingerprint, "files": files}

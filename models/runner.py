@@ -94,8 +94,8 @@ class Runner:
         self._prompts = PromptLogprobs()
         self.grammars = GrammarMasks(model_path, trust_remote_code, is_timed=parallel.rank == 0)
         self._sampling = SlotSampling(self._tokens, self.grammars, parallel)
-        self._has_float8_cache = has_float8_cache
-        self._max_batch_tokens = max_batch_tokens
+        self._has_float8_cache, self._max_batch_tokens = has_float8_cache, max_batch_tokens
+        self._scales: Tensor | None = None  # [num_layers, 2] float32, of a float8 cache
         self._kv_cache: KVCache | None = None
         self._graphs: DecodeGraphs | None = None
         self._recorded: RecordedDecodes | None = None
@@ -123,8 +123,9 @@ class Runner:
         with born_on(self._device, self._dtype), torch.inference_mode():
             if not self._all_fit(partial(self._lora.allocate, num_pages)):
                 raise MemoryError(f"there is no room for {num_pages} rank pages of {self._lora.page_bytes} bytes; lower adapters.gpu_bytes")
-            scales = self._measured_scales() if self._has_float8_cache else None
-        while not self._has_room(num_blocks, num_pages, scales):
+            if self._has_float8_cache and not self._all_fit(self._measure_scales):
+                raise MemoryError("there is no room for the prompt that the float8 cache is fitted to; lower adapters.gpu_bytes")
+        while not self._has_room(num_blocks, num_pages):
             fewer = int(num_blocks * FEWER_BLOCKS)
             logger.warning("out of memory with %d KV blocks: trying %d; a lower kv_cache.memory_fraction avoids this", num_blocks, fewer)
             if not fewer:
@@ -132,10 +133,10 @@ class Runner:
             num_blocks = fewer
         return num_blocks
 
-    def _has_room(self, num_blocks: int, num_pages: int, scales: Tensor | None) -> bool:
+    def _has_room(self, num_blocks: int, num_pages: int) -> bool:
         """Makes the cache, and the graphs that need it; then tries the steps that take most."""
         with born_on(self._device, self._dtype), torch.inference_mode():
-            has_room = self._all_fit(partial(self._make_pools, num_blocks, scales))
+            has_room = self._all_fit(partial(self._make_pools, num_blocks))
             if has_room and self._graphs:
                 has_room = self._graphs.capture(num_pages > 0, lambda flags: self._parallel.any_rank(flags, self._device))
         if has_room and self._table:
@@ -151,8 +152,8 @@ class Runner:
         """Whether no rank ran out of memory."""
         return not self._parallel.any_rank([not fits(work)], self._device)[0]
 
-    def _make_pools(self, num_blocks: int, scales: Tensor | None) -> None:
-        self._kv_cache = cache = self._make_cache(num_blocks, scales)
+    def _make_pools(self, num_blocks: int) -> None:
+        self._kv_cache = cache = self._make_cache(num_blocks, self._scales)
         if self._device.type == "cuda" and self._table:
             max_rows = max(len(self._tokens) - 1, CAPTURED.max_tokens)
             self._graphs = DecodeGraphs(DecodeInputs(max_rows, self._tokens, self._table.blocks), self._decode)
@@ -167,8 +168,7 @@ class Runner:
         num_layers, num_kv_heads, head_dim = self._model.kv_shape
         return KVCache(num_layers, num_blocks, (self._block_size, num_kv_heads, head_dim), scales)
 
-    def _measured_scales(self) -> Tensor:
-        """[num_layers, 2] float32"""
+    def _measure_scales(self) -> None:
         num_tokens = min(NUM_TOKENS, self._tokens.shape[1] - 1)
         num_blocks = -(-num_tokens // self._block_size)
         prompt = random_prompt(self._vocab_size, num_tokens)
@@ -186,7 +186,7 @@ class Runner:
             batch = self._planner.batch(lay_out(step.rows, self._slots, self._block_size))
             return self._model.logits(self._model.hidden(batch, cache.layers)[-self._block_size :], batch)
 
-        return measured_scales(make, last_logits)
+        self._scales = measured_scales(make, last_logits)
 
     def _decode(self, batch: Batch) -> DecodeOutput:
         assert self._kv_cache is not None

@@ -11,7 +11,7 @@ from loray.deployments.adapter_accounts import account_weights
 from loray.deployments.adapter_finder import AdapterFinder
 from loray.deployments.adapter_store import AdapterStore
 from loray.deployments.config import AdapterArgs
-from loray.deployments.fair_queue import FairQueue, account_name
+from loray.deployments.fair_queue import FairQueue, adapter_name
 from loray.deployments.request import AdapterRef, GenerationRequest
 from loray.deployments.sequence import Sequence
 from loray.models.step import Sampling
@@ -53,7 +53,7 @@ def test_a_folder_has_the_weight_of_its_name_however_it_is_called(root: Path, tm
     names = [f"{tmp_path}/link/current", str(root / "v1"), "v1", "current", f"{root}/../root/v1"]
     arrived = [door.arrive(name) for name in names]
     assert [door.queue.weight_of(sequence) for sequence in arrived] == [3.0] * len(names)
-    assert door.queue.num_waiting_of(account_name(arrived[0].adapter)) == len(names), "they share one account"
+    assert door.queue.num_waiting_of(adapter_name(arrived[0].adapter)) == len(names), "they share one account"
 
 
 def test_a_name_of_a_local_adapter_has_its_weight_on_a_server_of_hub_adapters(root: Path, tmp_path: Path) -> None:
@@ -82,6 +82,6 @@ def test_a_url_has_one_weight_in_all_its_spellings(root: Path, tmp_path: Path) -
         door = Door(AdapterArgs(allowed_urls=[web.url], weights={f"{url}/": 3.0}), tmp_path / "cache")
         arrived = [door.arrive(name) for name in (url, f"{url}/")]
         assert [door.queue.weight_of(sequence) for sequence in arrived] == [3.0, 3.0]
-        assert door.queue.num_waiting_of(account_name(arrived[0].adapter)) == 2
+        assert door.queue.num_waiting_of(adapter_name(arrived[0].adapter)) == 2
     finally:
         web.close()

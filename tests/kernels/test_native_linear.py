@@ -51,6 +51,22 @@ def test_numbers_that_are_none_show(backend: str) -> None:
 
 
 @BACKEND
+def test_what_float16_has_is_told_from_what_it_has_not(backend: str) -> None:
+    if not native.has_linear():
+        return
+    every = torch.arange(-(1 << 15), 1 << 15, dtype=torch.int32).to(torch.int16).view(torch.float16).float()
+    finite = every[every.isfinite()].contiguous()
+    assert len(finite) == 63488 and native.is_exact_in_half(finite)
+    infinity = torch.tensor(torch.inf)
+    beside = torch.cat([torch.nextafter(finite, infinity), torch.nextafter(finite, -infinity), every[~every.isfinite()]])
+    assert not any(native.is_exact_in_half(beside[i : i + 1]) for i in range(0, len(beside), 97))
+    middle = (finite[1:1000] + finite[:999]) / 2
+    for value in (*middle[::10], 65505.0, 65520.0, 1e-45, 2.0**-25, 3e38):
+        finite[777] = value
+        assert not native.is_exact_in_half(finite)
+
+
+@BACKEND
 @pytest.mark.parametrize("num_tokens", [2, 5, 11])
 def test_nothing_is_written_beside_the_answer(backend: str, num_tokens: int) -> None:
     weight, x = torch.randn(37, 19), torch.randn(num_tokens, 19)

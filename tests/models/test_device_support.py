@@ -3,11 +3,13 @@
 import logging
 import mmap
 import resource
+from contextlib import nullcontext
 from pathlib import Path
 
 import pytest
 import torch
 
+from loray.models import device_support
 from loray.models import runner as runner_module
 from loray.models.causal_lm import CausalLMRunner
 from loray.models.cuda_graph import DecodeGraphs
@@ -62,6 +64,43 @@ def test_where_the_rank_pages_do_not_fit_the_setting_is_named(base: Path) -> Non
         too_many = 100 * TOO_MANY_BYTES // runner.report(0.5).page_bytes  # for each of the linears
         with pytest.raises(MemoryError, match=rf"no room for {too_many} rank pages of \d+ bytes; lower adapters\.gpu_bytes"):
             runner.allocate(8, too_many)
+
+
+def test_where_the_prompt_for_the_float8_scales_does_not_fit_the_setting_is_named(base: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def measured(*_: object) -> None:
+        raise out_of_memory()
+
+    monkeypatch.setattr(runner_module, "measured_scales", measured)
+    with pytest.raises(MemoryError, match=r"no room for the prompt that the float8 cache is fitted to; lower adapters\.gpu_bytes"):
+        Runner(base, Parallel(), torch.device("cpu"), torch.float32, 4, 128, has_float8_cache=True).allocate(8, 8)
+
+
+@pytest.mark.parametrize(
+    ("capability", "settings", "message"),
+    [
+        ((7, 5), {}, r"Card has compute capability 7\.5"),
+        ((8, 0), {"has_float8_cache": True}, r"kv_cache\.dtype: fp8 needs"),
+        ((8, 0), {"has_float8_weights": True}, r"model\.quantization: fp8 needs"),
+    ],
+)
+def test_a_gpu_is_looked_at_before_weights_are_read(
+    capability: tuple[int, int], settings: dict[str, bool], message: str, base: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "Card")
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
+    monkeypatch.setattr(runner_module, "born_on", lambda device, dtype: nullcontext())
+    monkeypatch.setattr(runner_module, "load_weights", lambda *_: pytest.fail("they are read"))
+    with pytest.raises(UnsupportedDevice, match=message):
+        Runner(base, Parallel(), torch.device("cuda"), torch.float32, 4, 128, **settings)  # type: ignore[arg-type]
+
+
+def test_a_model_with_heads_that_no_kernel_takes_is_refused(base: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "Card")
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
+    monkeypatch.setattr(runner_module, "born_on", lambda device, dtype: nullcontext())
+    monkeypatch.setattr(device_support, "MAX_HEAD_DIM", 4)
+    with pytest.raises(UnsupportedDevice, match=r"heads of \d+; on a GPU loray attends heads of up to 4"):
+        Runner(base, Parallel(), torch.device("cuda"), torch.float32, 4, 128)
 
 
 def test_a_model_that_transformers_runs_needs_as_new_a_gpu(base: Path, monkeypatch: pytest.MonkeyPatch) -> None:
