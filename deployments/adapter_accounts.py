@@ -1,6 +1,7 @@
 """Whose account an adapter's tokens are charged to: one for each adapter, however a request names it. Reads nothing but links."""
 
 import os
+from collections.abc import Iterable
 from contextlib import suppress
 
 from loray.deployments.adapter_sources import place_of
@@ -10,8 +11,13 @@ from loray.deployments.request import AdapterRef
 
 
 def account_of(ref: AdapterRef, path: str) -> str:
-    """ref: with its source. path: the adapter's folder, which tells apart what lies in the roots."""
-    return path if ref.source == "local" else place_of(ref, ref.source).name
+    """The same for all revisions. ref: with its source; path: the adapter's folder, which tells apart what lies in the roots."""
+    return path if ref.source == "local" else place_of(ref, ref.source).address
+
+
+def account_of_merge(parts: Iterable[str]) -> str:
+    """parts: the accounts of what is merged, in whatever order."""
+    return "\n".join(sorted(set(parts)))
 
 
 def account_weights(args: AdapterArgs) -> dict[str, float]:
@@ -20,7 +26,7 @@ def account_weights(args: AdapterArgs) -> dict[str, float]:
     for name, weight in args.weights.items():
         if name:
             with suppress(InvalidRequest):  # as an id of the default source; it may be one of another
-                weights.setdefault(place_of(AdapterRef(adapter_id=name), args.default_source).name, weight)
+                weights.setdefault(place_of(AdapterRef(adapter_id=name), args.default_source).address, weight)
             for root in args.local_roots:
                 with suppress(OSError, ValueError):  # a name that no file system can hold
                     weights.setdefault(os.path.realpath(root / name), weight)

@@ -11,7 +11,7 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager, ExitStack, asynccontextmanager
 from typing import Protocol, TypeVar
 
-from loray.deployments.adapter_accounts import account_of
+from loray.deployments.adapter_accounts import account_of, account_of_merge
 from loray.deployments.adapters import Adapter
 from loray.deployments.counting import counted
 from loray.deployments.errors import Overloaded
@@ -180,7 +180,9 @@ class AdapterFinder:
                 parts.append(await self._found(part))
                 kept.enter_context(self._needed(parts[-1]))  # one part's download must not evict another
             work = asyncio.get_running_loop().run_in_executor(self._mergers, lambda: self._store.merged(ref.adapter_id, parts, recipe))
-            return _of_its_place(await work)
+            merged = await work
+        merged.account = account_of_merge(part.account for part in parts)
+        return _of_its_place(merged)
 
 
 def _of_its_place(adapter: Adapter) -> Adapter:

@@ -7,15 +7,16 @@ from pathlib import Path
 import pytest
 
 from loray.cluster.channel import Address
-from loray.deployments.adapter_accounts import account_weights
+from loray.deployments.adapter_accounts import account_of, account_weights
 from loray.deployments.adapter_finder import AdapterFinder
 from loray.deployments.adapter_store import AdapterStore
 from loray.deployments.config import AdapterArgs
 from loray.deployments.fair_queue import FairQueue, adapter_name
-from loray.deployments.request import AdapterRef, GenerationRequest
+from loray.deployments.request import AdapterRef, GenerationRequest, MergeRecipe
 from loray.deployments.sequence import Sequence
 from loray.models.step import Sampling
 from tests.deployments.file_server import FileServer
+from tests.deployments.merging_here import merge_here
 from tests.deployments.peft_folder import SHAPES, save_folder
 
 
@@ -24,13 +25,15 @@ class Door:
 
     def __init__(self, args: AdapterArgs, cache: Path) -> None:
         self._store = AdapterStore(args, SHAPES, cache)
+        self._store.merge = merge_here
         self.queue = FairQueue(account_weights(args))
 
-    def arrive(self, adapter_id: str, source: str = "") -> Sequence:
+    def arrive(self, adapter_id: str, source: str = "", merge: MergeRecipe | None = None) -> Sequence:
         async def found() -> Sequence:
             finder = AdapterFinder(self._store, max_waiting=10, needed=lambda adapter: nullcontext())
+            ref = AdapterRef(adapter_id=adapter_id, source=source, merge=merge)
             request = GenerationRequest(request_id="", prompt_ids=[1], max_new_tokens=1, sampling=Sampling())
-            return Sequence(request, await finder.find(AdapterRef(adapter_id=adapter_id, source=source)), Address("", b""), 0)
+            return Sequence(request, await finder.find(ref), Address("", b""), 0)
 
         sequence = asyncio.run(found())
         self.queue.add(sequence)
@@ -85,3 +88,21 @@ def test_a_url_has_one_weight_in_all_its_spellings(root: Path, tmp_path: Path) -
         assert door.queue.num_waiting_of(adapter_name(arrived[0].adapter)) == 2
     finally:
         web.close()
+
+
+def test_all_revisions_of_a_repository_have_one_account_and_its_weight() -> None:
+    refs = [AdapterRef(adapter_id=name, source="hub") for name in ("org/a", "org/a@main", "org/a@0123abc")]
+    accounts = {account_of(ref, f"/cache/{number}") for number, ref in enumerate(refs)}
+    assert accounts == {account_of(AdapterRef(adapter_id="org/a", source="hub", revision="v2"), "/cache/v2")}
+    assert account_of(AdapterRef(adapter_id="org/b", source="hub"), "/cache/b") not in accounts
+    assert account_weights(AdapterArgs(default_source="hub", weights={"org/a@main": 3.0}))[accounts.pop()] == 3.0
+
+
+def test_a_merge_has_one_account_in_whatever_order_and_by_whatever_names(root: Path, tmp_path: Path) -> None:
+    save_folder(root / "other", rank=4, seed=1)
+    door = Door(AdapterArgs(local_roots=[root], default_source="local", weights={"mix": 3.0}), tmp_path / "cache")
+    recipes = [(("v1", "other"), (1.0, 0.5)), (("other", "current"), (1.0, 1.0)), (("v1", "other", "v1"), (0.1, 0.2, 0.3))]
+    arrived = [door.arrive("mix", merge=MergeRecipe(adapter_ids=ids, weights=weights)) for ids, weights in recipes]
+    assert len({adapter_name(sequence.adapter) for sequence in arrived}) == 1
+    assert {door.queue.weight_of(sequence) for sequence in arrived} == {3.0}
+    assert adapter_name(door.arrive("v1").adapter) != adapter_name(arrived[0].adapter)

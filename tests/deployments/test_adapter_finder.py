@@ -17,8 +17,8 @@ from loray.deployments.adapters import Adapter
 from loray.deployments.config import AdapterArgs
 from loray.deployments.needed_folders import NeededFolders
 from loray.deployments.request import AdapterRef, MergeRecipe
-from loray.models.merging import MergeMethod, merge_adapters
 from tests.deployments.file_server import FileServer
+from tests.deployments.merging_here import merge_here
 from tests.deployments.peft_folder import SHAPES, save_folder
 
 pytestmark = pytest.mark.slow  # downloads
@@ -117,11 +117,6 @@ async def finds_the_new_one_beside_an_older_search(world: World, ref: AdapterRef
 @pytest.mark.parametrize("api_token", ["", "hf_mine"], ids=["as the admin", "with a token of his own"])
 def test_who_asks_after_a_reload_does_not_join_a_search_that_began_before_it(world: World, api_token: str) -> None:
     run(finds_the_new_one_beside_an_older_search(world, AdapterRef(adapter_id=world.ref.adapter_id, api_token=api_token)))
-
-
-def merge_here(folders: Any, weights: Any, method: dict[str, Any], shapes: Any, out: Path) -> None:
-    """The real one, in this process."""
-    merge_adapters(folders, weights, MergeMethod(**method), shapes, out)
 
 
 def test_who_asks_for_a_merge_after_a_reload_of_its_part_gets_the_new_part(world: World) -> None:

@@ -45,7 +45,7 @@ ITEMS: dict[str, Callable[[Names], Settings]] = {
     "rank 256": lambda names: {"r": 256, "lora_alpha": 100},
     "use_rslora": lambda names: {"r": 16, "lora_alpha": 6, "use_rslora": True},
     "rank_pattern": lambda names: {"r": 6, "rank_pattern": {names.column: 3, rf".*\.1\..*{names.row}": 20}},
-    "alpha_pattern": lambda names: {"r": 6, "lora_alpha": 4, "alpha_pattern": {names.row: 18, rf"{names.layers}\.0\..*": 1}},
+    "alpha_pattern": lambda names: {"r": 6, "lora_alpha": 4, "alpha_pattern": {names.row: -18, rf"{names.layers}\.0\..*": 1}},
     "rank_pattern, alpha_pattern and use_rslora": lambda names: {
         "r": 6,
         "rank_pattern": {names.row: 10},
@@ -223,7 +223,7 @@ REFUSALS: dict[str, Refusal] = {
     ),
     "another base model's head beside LoRA on it": Refusal(
         _head,
-        tensors_with(lambda tensors, names: tensors["base_model.model.lm_head.base_layer.weight"].mul_(1.1)),
+        tensors_with(lambda tensors, names: tensors["base_model.model.lm_head.base_layer.weight"][7].mul_(1.03)),
         "tensor base_model.model.lm_head.base_layer.weight is not the base model's own: modules trained as a whole are not supported",
     ),
     "trainable_token_indices with LoRA on the embedding": Refusal(

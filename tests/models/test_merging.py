@@ -31,6 +31,7 @@ PRUNING = [
     MergeMethod("ties", 0.4),
     MergeMethod("ties", 0.4, "frequency"),
     MergeMethod("ties"),
+    MergeMethod("ties", 0.001),  # of a matrix nothing is left
     MergeMethod("dare_linear", 0.6, seed=3),
     MergeMethod("dare_ties", 0.6, seed=3),
     MergeMethod("dare_ties", 0.6, "frequency", seed=4),
@@ -139,9 +140,11 @@ def test_linear_equals_peft_over_different_ranks_and_modules(
     assert (ranks["q_proj"], ranks["down_proj"], ranks["k_proj"]) == (29, 29, 9)
 
 
-def test_one_adapter_at_half_its_weight_is_exactly_half_its_delta(three: list[Path], shapes: Shapes, tmp_path: Path) -> None:
-    merge_adapters(three[2:], [0.5], MergeMethod(), shapes, tmp_path / "merged")
-    merged, whole = deltas(read_matrices(tmp_path / "merged", shapes)), deltas(read_matrices(three[2], shapes))
+@pytest.mark.parametrize("alpha", [8, -8])
+def test_one_adapter_at_half_its_weight_is_exactly_half_its_delta(alpha: int, base: Path, shapes: Shapes, tmp_path: Path) -> None:
+    adapter = save_adapter(base, tmp_path / "adapter", 3, ["q_proj", "down_proj"], r=8, lora_alpha=alpha, use_rslora=True)
+    merge_adapters([adapter], [0.5], MergeMethod(), shapes, tmp_path / "merged")
+    merged, whole = deltas(read_matrices(tmp_path / "merged", shapes)), deltas(read_matrices(adapter, shapes))
     assert merged.keys() == whole.keys()
     assert all(torch.equal(merged[path], whole[path] * 0.5) for path in whole)
 
