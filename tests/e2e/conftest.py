@@ -87,8 +87,10 @@ def start_app(serve_url: str) -> Callable[..., Any]:
     @contextmanager
     def start(name: str, **args: Any) -> Iterator[App]:
         serve.run(build(ServerArgs.model_validate({"device": "cpu", **args})), name=name, route_prefix=f"/{name}")
-        yield App(name, f"{serve_url}/{name}")
-        serve.delete(name)
+        try:
+            yield App(name, f"{serve_url}/{name}")
+        finally:
+            serve.delete(name)
 
     return start
 

@@ -1,17 +1,21 @@
 """Keys and values in float8, on a CPU with the kernels' twins and on a GPU: nearly the logits of a cache in full, in fewer bytes."""
 
 import logging
+import re
 from pathlib import Path
 
 import pytest
 import torch
 
+from loray.models import kv_scales
 from loray.models import runner as runner_module
 from loray.models.kv_cache import FLOAT8, KVCache
+from loray.models.kv_scales import random_prompt
 from loray.models.parallel import Parallel
 from loray.models.runner import Runner
 from loray.models.step import Admission, Row, Sampling, Step
 from tests.models.conductor import Conductor, Request, prompt_of
+from tests.models.tiny_llama import oracle
 
 NUM_BLOCKS = 24
 MAX_DIFFERENCE = 0.03  # of log-probabilities between devices: a few numbers lie between two of float8, and one that goes up costs 0.01
@@ -67,12 +71,29 @@ def test_a_gpu_gives_the_tokens_of_the_twins(base: Path, adapters: dict[int, Pat
         assert found.prompt_logprobs == pytest.approx(expected.prompt_logprobs, abs=MAX_DIFFERENCE)
 
 
-def test_every_layer_has_scales_that_leave_room_above_what_the_prompt_had(base: Path) -> None:
+def test_every_layer_has_scales_with_twice_the_room_that_the_prompt_needs(base: Path) -> None:
     cache = make_runner(base, True)._kv_cache
-    assert cache is not None
+    assert cache is not None and all(layer.blocks.dtype == FLOAT8 for layer in cache.layers)
+    model = oracle(base)
+    with torch.inference_mode():
+        prompt = torch.tensor([random_prompt(model.config.vocab_size, 128)])
+        expected = [[layer.keys.abs().max(), layer.values.abs().max()] for layer in model(prompt, use_cache=True).past_key_values.layers]
     scales = torch.stack([layer.scales for layer in cache.layers if layer.scales is not None])
-    assert len(scales) == len(cache.layers) and len(scales.unique()) == scales.numel()
-    assert all(layer.blocks.dtype == FLOAT8 for layer in cache.layers)
+    torch.testing.assert_close(scales, torch.tensor(expected) * 2 / 448, rtol=1e-4, atol=0)
+    assert len(scales.unique()) == scales.numel(), "none could be taken for another"
+
+
+def test_what_it_costs_is_logged(base: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch) -> None:
+    def logged() -> list[float]:
+        caplog.clear()
+        make_runner(base, True)
+        return [float(number) for number in re.findall(r"\d+\.\d+", caplog.records[-1].getMessage())]
+
+    with caplog.at_level(logging.INFO, "loray.kv_scales"):
+        mean, most, spread = logged()
+        assert 0 < mean < 0.1 * spread and mean < most < spread
+        monkeypatch.setattr(kv_scales, "HEADROOM", 512.0)  # eight bits that nothing fills
+        assert logged()[0] > 2 * mean
 
 
 def test_the_largest_key_and_value_are_found_whatever_their_sign() -> None:
