@@ -50,7 +50,7 @@ class AdapterTable:
         self.num_evictions = 0
         self._freed_pages: list[int] = []  # since the ranks were last told
         self.num_pinned_pages = 0
-        self._repinned: set[Adapter] = set()  # pinned, or no longer, since the last `take_repinned`
+        self._repinned: dict[Adapter, None] = {}  # pinned, or no longer, since the last `take_repinned`
         self.returning: set[Adapter] = set()  # left the pool in the middle of answers, and must find room in spite of pins
 
     @property
@@ -83,7 +83,7 @@ class AdapterTable:
         adapter = self.known(adapter)
         if not adapter.is_pinned:
             adapter.is_pinned = True
-            self._repinned.add(adapter)
+            self._repinned[adapter] = None
             self.num_pinned_pages += adapter.num_pages
             self._set_busy(adapter)
         return adapter
@@ -91,13 +91,13 @@ class AdapterTable:
     def unpin(self, adapter: Adapter) -> None:
         if adapter.is_pinned:
             adapter.is_pinned = False
-            self._repinned.add(adapter)
+            self._repinned[adapter] = None
             self.num_pinned_pages -= adapter.num_pages
             self._set_idle(adapter)
 
-    def take_repinned(self) -> set[Adapter]:
+    def take_repinned(self) -> list[Adapter]:
         """Those that have been pinned or unpinned since the last call."""
-        repinned, self._repinned = self._repinned, set()
+        repinned, self._repinned = list(self._repinned), {}
         return repinned
 
     def known(self, adapter: Adapter) -> Adapter:

@@ -84,12 +84,9 @@ class FairQueue:
             self._count_waiting(sequence, 1)
             return
         name = account_name(sequence.adapter)
-        account = self._accounts.get(name)
-        if account is None:
+        if name not in self._accounts:
             floor = self._floor()
             self._open(sequence.adapter, max(self._debts.get(name, floor), floor - self._max_credit))
-        elif not account.num_waiting:
-            account.served = max(account.served, self._level(account) - self._max_credit)
         self._insert(sequence)
 
     def set_apart(self, adapter: Adapter, is_apart: bool, num_running: int) -> None:
@@ -243,6 +240,8 @@ class FairQueue:
 
     def _insert(self, sequence: Sequence) -> None:
         account = self._accounts[account_name(sequence.adapter)]
+        if account.num_running and not account.num_waiting:
+            account.served = max(account.served, self._level(account) - self._max_credit)
         line = account.lines.get(sequence.adapter)
         if line is None:
             line = account.lines[sequence.adapter] = Line(account, sequence.adapter)

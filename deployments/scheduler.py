@@ -67,8 +67,8 @@ class Scheduler:
 
     def schedule(self) -> Plan | None:
         """The next step, or None when nothing can run."""
+        self.waiting.wake_loaded()  # first: the time that it took to load is no credit, whoever is pinned meanwhile
         self._set_apart_pinned()
-        self.waiting.wake_loaded()
         self._make_room()
         self._hurry()
         plan = Plan()

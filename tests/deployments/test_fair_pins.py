@@ -1,9 +1,11 @@
 """Pinned versions have accounts of their own, from one step to the next and with all that waits or runs."""
 
 import random
+from collections.abc import Callable
 
 import pytest
 
+from loray.deployments.sequence import Sequence
 from tests.deployments.named_queue import NamedQueue
 from tests.deployments.simulated_rank import greedy
 from tests.deployments.stepped_scheduler import Server
@@ -102,3 +104,73 @@ def test_who_waits_for_a_grammar_comes_to_the_account_that_its_version_has_by_th
     assert sorted(queue.names()) == ["held", "other"] and len(queue._accounts) == 2
     queue.forget(held)
     assert queue.num_waiting_of("a") == 1 and len(queue._accounts) == 1
+
+
+def longest_gap_of_b(num_before: int, happens: Callable[[Server, Sequence], None]) -> int:
+    """Steps in a row without b, after one long answer of a has run for so many steps and then something happens to it."""
+    server, gap, longest = Server(num_blocks=60_000, num_pages=3, max_batch_tokens=64, max_running=8), 0, 0
+    long = server.add_version("a", "old", [1], 100_000)
+    asked: dict[str, list[Sequence]] = {"a.new": [], "b": []}
+    for step in range(num_before + 400):
+        for version, sequences in asked.items():
+            sequences[:] = [sequence for sequence in sequences if not sequence.is_finished]
+            while len(sequences) < 8 and (version == "b" or step > 5):
+                sequences.append(server.add_version(version[0], version, [server.arrivals], 20))
+        if step == 6:
+            server.scheduler.adapters.pin(asked["a.new"][0].adapter)  # type: ignore[arg-type]
+        if step == num_before:
+            happens(server, asked["a.new"][0])
+        server.turn()
+        if step >= num_before:
+            gap = 0 if any(sequence.slot is not None for sequence in asked["b"]) else gap + 1
+            longest = max(longest, gap)
+    assert not long.is_finished
+    return longest
+
+
+@pytest.mark.parametrize("num_before", [200, 800])
+def test_a_flood_that_is_unpinned_gets_no_credit_of_a_version_that_asked_for_little(num_before: int) -> None:
+    assert longest_gap_of_b(num_before, lambda server, flood: server.scheduler.adapters.unpin(flood.adapter)) < 20  # type: ignore[arg-type]
+
+
+def test_who_gives_way_brings_no_credit_for_those_that_come_then() -> None:
+    queue = NamedQueue(max_credit=64)
+    slow = queue.start(queue.arrive("slow", "a"), 10)
+    busy = queue.start(queue.arrive("busy", "b"), 5000)
+    queue.arrive("next", "b")
+    queue.put_back(slow)
+    slow.slot = None
+    assert queue.served(queue.arrive("flood", "a")) == queue.served(busy) - 64
+
+
+def test_the_time_of_a_load_is_no_credit_for_one_that_is_pinned_as_it_arrives() -> None:
+    server = Server(num_blocks=4000, num_pages=4, max_batch_tokens=64, max_running=4)
+    slow = server.add_version("s", "slow", [1], 400)
+    assert slow.adapter
+    slow.adapter.is_ready = False
+    busy = [server.add_version("b", "b", [number], 10) for number in range(4)]
+    for number in range(300):
+        busy.append(server.add_version("b", "b", [number], 10))
+        server.turn()
+    slow.adapter.is_ready = True
+    server.scheduler.adapters.pin(slow.adapter)
+    server.turn()
+    assert server.scheduler.waiting.served(slow) >= server.scheduler.waiting.served(busy[-1]) - 64
+
+
+def test_a_version_is_apart_as_long_as_it_is_pinned_with_its_adapters_weight() -> None:
+    server = Server(num_blocks=4000, num_pages=4, weights={"a": 4.0})
+    queue, table = server.scheduler.waiting, server.scheduler.adapters
+    pinned, sibling = server.add_version("a", "a.1", [1], 50), server.add_version("a", "a.2", [2], 50)
+    assert pinned.adapter
+    for _ in range(10):
+        server.turn()
+    before = queue.served(pinned)
+    table.pin(pinned.adapter)
+    server.add_version("b", "b", [3], 50)  # whose account, at the floor, is behind
+    server.turn()
+    assert pinned.adapter.is_apart and queue.weight_of(pinned) == 4.0 and queue.served(pinned) >= before
+    assert len(queue._accounts) == 3 and table.take_repinned() == []
+    table.unpin(pinned.adapter)
+    server.turn()
+    assert not pinned.adapter.is_apart and len(queue._accounts) == 2 and queue.served(pinned) == queue.served(sibling)
