@@ -56,8 +56,8 @@ class FairQueue:
         """Sequences that wait."""
         return self._num_waiting
 
-    def num_waiting_of(self, adapter_name: str) -> int:
-        return self._num_waiting_of[adapter_name]
+    def num_waiting_of(self, name: str) -> int:
+        return self._num_waiting_of[name]
 
     def weight_of(self, sequence: Sequence) -> float:
         """Of its adapter."""
@@ -90,7 +90,8 @@ class FairQueue:
         self._insert(sequence)
 
     def set_apart(self, adapter: Adapter, is_apart: bool, num_running: int) -> None:
-        """Whether a version has an account of its own from now on. Its sequences go there with what it was served; so many of them run."""
+        """Whether a version has an account of its own from now on. Its sequences, of which so many run, go there; one that is new begins
+        with what they were served where they were."""
         old = self._accounts.get(account_name(adapter))
         waiting = list(old.lines[adapter].sequences) if old and adapter in old.lines else []
         for sequence in waiting:

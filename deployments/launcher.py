@@ -34,6 +34,8 @@ OBJECT_STORE_BYTES = 128 << 20  # tokens and tensors never pass through Ray's ob
 POLL_S = 0.25
 STATUS_S = 2.0  # asking Serve costs CPU that the replicas need to start
 WATCH_S = 5.0
+SILENT_S = 60.0  # without an answer, though all replicas run: somebody should look
+DIRECT = urllib.request.build_opener(urllib.request.ProxyHandler({}))  # the server is on this machine, whatever http_proxy says
 
 
 def launch(config: Path, overrides: Overrides) -> int:
@@ -135,26 +137,31 @@ def _start(plan: Plan, signals: "_Signals") -> bool:
         serve.run_many([target], wait_for_ingress_deployment_creation=False, wait_for_applications_running=False)
     except RayError as error:
         raise LaunchError(f"Ray Serve can't start: {_reason(str(error))}; logs are in {_logs()}") from error
-    checked = time.monotonic()
+    checked = running_since = time.monotonic()
     while not signals.stop.wait(POLL_S):
         if _answers(f"{plan.url}/startup"):  # 404 from the proxy, and cheap, until there is an ingress
             return True
         if time.monotonic() - checked > STATUS_S:
-            _check_replicas(plan.name)
             checked = time.monotonic()
+            if not _are_running(plan.name):
+                running_since = checked
+            elif checked - running_since > SILENT_S:
+                _say(f"all replicas run, but {plan.url} does not answer yet; logs are in {_logs()}")
+                running_since = checked
     return False
 
 
-def _check_replicas(name: str) -> None:
-    """Fails as soon as a replica does: Serve itself would try again for minutes."""
+def _are_running(name: str) -> bool:
+    """All replicas. Fails as soon as one does: Serve itself would try again for minutes."""
     application = serve.status().applications.get(name)
     if application is None:
-        return
+        return False
     for deployment_name, deployment in application.deployments.items():
         if deployment.status_trigger == "REPLICA_STARTUP_FAILED":
             raise LaunchError(f"{deployment_name} can't start: {_reason(deployment.message)}; logs are in {_logs()}")
     if application.status == "DEPLOY_FAILED":
         raise LaunchError(f"{_reason(application.message)}; logs are in {_logs()}")
+    return application.status == "RUNNING"
 
 
 def _reason(message: str) -> str:
@@ -167,7 +174,7 @@ def _reason(message: str) -> str:
 
 def _answers(url: str) -> bool:
     try:
-        with urllib.request.urlopen(url, timeout=5) as response:
+        with DIRECT.open(url, timeout=5) as response:
             return bool(response.status == 200)
     except (urllib.error.URLError, OSError):
         return False

@@ -112,10 +112,15 @@ def free_port() -> int:
         return int(server.getsockname()[1])
 
 
-def test_it_says_once_that_it_is_ready_and_ctrl_c_ends_everything_it_started(config: Path) -> None:
+def test_it_says_once_that_it_is_ready_and_ctrl_c_ends_everything_it_started(config: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A proxy for the world outside, which has no way back here, changes nothing."""
+    path = os.environ["PATH"]
+    for name in ("http_proxy", "https_proxy"):
+        monkeypatch.setenv(name, f"http://127.0.0.1:{free_port()}")
+    monkeypatch.delenv("no_proxy", raising=False)
     with launched("--config", str(config)) as launcher:
         launcher.wait_ready()
-        answer = subprocess.run(launcher.stdout[1], shell=True, capture_output=True, text=True, check=True)
+        answer = subprocess.run(launcher.stdout[1], shell=True, capture_output=True, text=True, check=True, env={"PATH": path})
         assert json.loads(answer.stdout)["generated_text"]
         for title in ("ray::Proxy", "ray::ServeReplica:loray:Ingress"):  # both ends have to agree on how they talk
             assert launcher.environment(title).items() >= ENVIRONMENT.items()
