@@ -31,6 +31,8 @@ from tests.deployments.scripted_backend import BASE, HF, ScriptedBackend, run, s
 from tests.tiny_tokenizer import tiny_tokenizer
 from tests.weather_tools import WEATHER
 
+pytestmark = pytest.mark.slow
+
 CHAT = "/v1/chat/completions"
 ROLES = "{% for message in messages %}[{{ message['role'] }}]{{ message['content'] }}{% endfor %}"
 MESSAGES = [{"role": "user", "content": "hello"}]

@@ -11,6 +11,8 @@ from tests.deployments.simulated_rank import greedy
 from tests.deployments.stepped_scheduler import BLOCK, Server
 from tests.deployments.traffic import Shape, keep_waiting, new_prompt, output_of
 
+pytestmark = pytest.mark.slow
+
 
 def test_an_adapter_of_many_pages_gets_its_turn_among_a_stream_of_small_ones() -> None:
     server, rng = Server(num_blocks=400, num_pages=4, max_batch_tokens=32), random.Random(0)

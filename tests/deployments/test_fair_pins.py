@@ -11,6 +11,8 @@ from tests.deployments.simulated_rank import greedy
 from tests.deployments.stepped_scheduler import Server
 from tests.deployments.traffic import output_of
 
+pytestmark = pytest.mark.slow
+
 VERSIONS = ("a1", "a2", "a3", "b1", "b2", "c1", "")
 
 

@@ -21,6 +21,8 @@ from loray.models.runner import Runner
 from loray.models.step import Step, StepResult
 from tests.models.rank_threads import ThreadGroup
 
+pytestmark = pytest.mark.slow
+
 TOO_MANY_BYTES = 1 << 48  # more than a process can address
 NO_FLOAT8 = (False, False)  # neither the cache nor the weights
 

@@ -15,6 +15,8 @@ from tests.models.pooling_jobs import PAGES, Text, embed_on_ranks, mixed, play
 from tests.models.rank_processes import run_ranks
 from tests.models.tiny_llama import oracle_generate, save_adapter, save_llama
 
+pytestmark = pytest.mark.slow
+
 POOLINGS: list[Pooling] = ["mean", "last"]
 
 
