@@ -61,20 +61,20 @@ class FairQueue:
 
     def weight_of(self, sequence: Sequence) -> float:
         """Of its adapter."""
-        return self._accounts[account_name(sequence.adapter)].weight
+        return self._account_of(sequence).weight
 
     def served(self, sequence: Sequence) -> float:
         """Tokens that its adapter was served, for its weight."""
-        return self._accounts[account_name(sequence.adapter)].served
+        return self._account_of(sequence).served
 
     def charge(self, sequence: Sequence, num_tokens: int) -> None:
-        account = self._accounts[account_name(sequence.adapter)]
+        account = self._account_of(sequence)
         account.served += num_tokens / account.weight
 
     def refund(self, sequence: Sequence, num_tokens: int) -> None:
         """What was charged for a row that is not computed after all."""
         self.charge(sequence, -num_tokens)
-        for line in self._accounts[account_name(sequence.adapter)].lines.values():
+        for line in self._account_of(sequence).lines.values():
             if line.entry:  # a lane finds the entries that are too low by itself, not those that are too high
                 self._lane_of(line).push(line)
 
@@ -107,7 +107,7 @@ class FairQueue:
 
     def take(self, sequence: Sequence) -> None:
         """It waits no longer, it runs."""
-        account = self._accounts[account_name(sequence.adapter)]
+        account = self._account_of(sequence)
         self._count_running(account, 1)
         self._latest = account
         self._remove(sequence)
@@ -129,11 +129,14 @@ class FairQueue:
             self._remove(sequence)
         else:
             self._stop(sequence)
-        self._leave_if_unused(self._accounts[account_name(sequence.adapter)])
+        self._leave_if_unused(self._account_of(sequence))
 
     def _let_go(self, sequence: Sequence) -> None:
         del self._held[sequence]
         self._count_waiting(sequence, -1)
+
+    def _account_of(self, sequence: Sequence) -> Account:
+        return self._accounts[account_name(sequence.adapter)]
 
     def _open(self, adapter: Adapter | None, served: float) -> Account:
         """It has none yet."""
@@ -209,7 +212,7 @@ class FairQueue:
 
     def placed(self, sequence: Sequence) -> None:
         """Its adapter is in the pool now, so its line is among those inside, whoever else is looked at."""
-        self._inside.push(self._accounts[account_name(sequence.adapter)].lines[sequence.adapter])
+        self._inside.push(self._account_of(sequence).lines[sequence.adapter])
 
     def next_adapters(self, limit: int) -> list[Adapter]:
         """Adapters outside the pool that wait for their turn: those that are not ready, then the others in the order of their turns."""
@@ -240,7 +243,7 @@ class FairQueue:
         return self._inside if line.adapter is None or line.adapter.page_ids else self._outside
 
     def _insert(self, sequence: Sequence) -> None:
-        account = self._accounts[account_name(sequence.adapter)]
+        account = self._account_of(sequence)
         if account.num_running and not account.num_waiting:
             account.served = max(account.served, self._level(account) - self._max_credit)
         line = account.lines.get(sequence.adapter)
@@ -253,7 +256,7 @@ class FairQueue:
         self._count_waiting(sequence, 1)
 
     def _remove(self, sequence: Sequence) -> None:
-        account = self._accounts[account_name(sequence.adapter)]
+        account = self._account_of(sequence)
         line = account.lines[sequence.adapter]
         del line.sequences[sequence]
         if not line.sequences:
@@ -271,7 +274,7 @@ class FairQueue:
             del self._num_waiting_of[name]
 
     def _stop(self, sequence: Sequence) -> None:
-        self._count_running(self._accounts[account_name(sequence.adapter)], -1)
+        self._count_running(self._account_of(sequence), -1)
 
     def _count_running(self, account: Account, count: int) -> None:
         account.num_running += count
