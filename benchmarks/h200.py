@@ -48,12 +48,12 @@ class Parts:
         self._folder = folder / "parts"
         self._folder.mkdir(parents=True, exist_ok=True)
 
-    def run(self, name: str, *command: str) -> Any:
-        """`command` writes its results into the file that is its last argument."""
+    def run(self, name: str, *command: str, **variables: str) -> Any:
+        """`command` writes its results into the file that is its last argument. variables: more for its environment."""
         out = self._folder / f"{name}.json"
         if not out.exists():
             print(f"--- {name}", flush=True)
-            subprocess.run([sys.executable, *command, str(out)], check=True)
+            subprocess.run([sys.executable, *command, str(out)], check=True, env=os.environ | variables)
         return json.loads(out.read_text())
 
 
@@ -95,6 +95,7 @@ def ratios(results: list[dict[str, Any]], peer_results: list[dict[str, Any]]) ->
     found["32 adapters / base"] = on[32, 32] / off[32, 0]
     found["32 of ranks 8 to 64 / base"] = mixed / off[32, 0]
     found["base on a LoRA server / LoRA off"] = on[32, 0] / off[32, 0]
+    found |= {f"base on a LoRA server / LoRA off, {rows} rows": on[rows, 0] / off[rows, 0] for rows in (8, 128)}
     ours_prefill, peer_prefill = prefills(results), prefills(peer_results)
     for rows in PREFILL_ROWS:
         found[f"8,192 tokens in {rows} prompts, adapters / base"] = ours_prefill[rows, rows] / ours_prefill[rows, 0]
@@ -125,14 +126,16 @@ def main() -> None:
     results = parts.run("decode", "-m", "benchmarks.gpu_decode", *folder, "--out")
     peer_results = run_vllm(parts, options.vllm, options.folder / "adapters") if options.vllm else []
     zipf = parts.run("zipf", "-m", "benchmarks.gpu_zipf", *folder, "--out")
-    os.environ["RAY_SERVE_ENABLE_HA_PROXY"] = "1"
-    served = parts.run("serve", "-m", "benchmarks.gpu_serve", *folder, "--out")
+    serve = "-m", "benchmarks.gpu_serve", *folder, "--out"
+    served = parts.run("serve", *serve, RAY_SERVE_ENABLE_HA_PROXY="1")
+    served_as_shipped = parts.run("serve-own-proxy", *serve)
     peer = vllm_steps(peer_results)
     report = environment("python -m benchmarks.h200" + (" --vllm SCRIPT" if options.vllm else ""), "vllm") | {
         "ratios": ratios(results, peer_results) | {name: value for name, value in (zipf | served).items() if name in TARGETS},
         "loray": results,
         "256 adapters through a pool for 32": zipf,
         "through HTTP": served,
+        "through HTTP, Serve's own proxy": served_as_shipped,
         "vllm": peer_results,
     }
     options.out.parent.mkdir(parents=True, exist_ok=True)

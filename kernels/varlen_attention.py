@@ -73,8 +73,8 @@ def _one_by_one(q: Tensor, k: Tensor, v: Tensor, prompts: PromptWork, scoring: S
     return torch.cat([attend(*of_seq, scoring) for of_seq in of_seqs])
 
 
-def shown_backend(device: torch.device, dtype: torch.dtype, kv_dtype: torch.dtype, head_dim: int) -> str:
+def shown_backend(device: torch.device, dtype: torch.dtype, kv_dtype: torch.dtype, head_dim: int, score_cap: float) -> str:
     """For people: who attends decodes, and who prompts."""
     if uses_triton(device):
-        return f"triton paged, prompts {backend(device, dtype, kv_dtype, head_dim, Scoring(1.0))}"
+        return f"triton paged, prompts {backend(device, dtype, kv_dtype, head_dim, Scoring(1.0, cap=score_cap))}"
     return "native paged, prompts sdpa" if native.serves(device, dtype) else "sdpa"

@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from loray.models.attention_groups import SMALLEST_CONTEXT
-from loray.models.device_memory import fits, free_bytes
+from loray.models.device_memory import fits, free_bytes, weights_fit
 from loray.models.device_support import check_device
 from loray.models.grammar_masks import GrammarMasks
 from loray.models.hosted_model import Compute, HostedModel, HostedOptions
@@ -46,7 +46,8 @@ class CausalLMRunner:
         started = time.perf_counter()
         options = options or HostedOptions()
         check_device(device)
-        self._hosted = HostedModel(model_path, device, dtype, options)
+        with weights_fit(device):
+            self._hosted = HostedModel(model_path, device, dtype, options)
         self._load_seconds = time.perf_counter() - started
         self._device, self._dtype, self._block_size = device, dtype, block_size
         self._lora = LoraPool(self._hosted.model)

@@ -19,6 +19,7 @@ class Decoder(nn.Module, ABC):
     renamed: ClassVar[Mapping[str, str]] = {}  # a tensor's name here -> what some checkpoints call it
     ignored_tensors: ClassVar[tuple[str, ...]] = ()  # ends of names that a checkpoint may have for nothing
     windows: frozenset[int] = frozenset({0})  # widths of its layers' sliding windows, 0 = none
+    score_cap: float = 0.0  # of its attention, 0 = none
     lm_head: Head
 
     def __init__(self, num_layers: int, heads: HeadShard, head_dim: int) -> None:

@@ -1,7 +1,8 @@
 """How much memory a rank may still take, how it is taken, and what to do when it took too much."""
 
 import gc
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 
 import torch
 from torch import Tensor
@@ -32,6 +33,26 @@ def fits(work: Callable[[], object]) -> bool:
             raise
         return False
     return True
+
+
+@contextmanager
+def weights_fit(device: torch.device) -> Iterator[None]:
+    """Where a model's weights are loaded: says what helps if there is no room for them."""
+    try:
+        yield
+    except RuntimeError as error:
+        if not is_out_of_memory(error):
+            raise
+        where = f"{torch.cuda.get_device_name(device)}, of {_shown_memory(device)}" if device.type == "cuda" else "this machine's memory"
+        raise MemoryError(
+            f"the model's weights do not fit into {where}: a larger tensor_parallel_size, model.quantization: fp8 (on a GPU)"
+            " or a smaller model.dtype needs less on each rank"
+        ) from error
+
+
+def _shown_memory(device: torch.device) -> str:
+    free, total = torch.cuda.mem_get_info(device)
+    return f"{total / 1e9:.1f} GB, {(total - free) / 1e9:.1f} GB in use"
 
 
 def is_out_of_memory(error: BaseException) -> bool:

@@ -147,7 +147,7 @@ class LlamaForCausalLM(Decoder):
         variant = variant_of(config)
         heads = cut_heads(config.num_attention_heads, config.num_key_value_heads, parallel.rank, parallel.world_size)
         super().__init__(config.num_hidden_layers, heads, head_dim_of(config))
-        self.windows = frozenset(variant.windows)
+        self.windows, self.score_cap = frozenset(variant.windows), variant.score_cap
         self.model = LlamaModel(config, variant, parallel, max_total_tokens)
         tied_to = self.model.embed_tokens if config.tie_word_embeddings else None
         self.lm_head = Head(config.vocab_size, config.hidden_size, parallel, tied_to)

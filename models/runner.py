@@ -23,7 +23,7 @@ from loray.models.born_on import born_on
 from loray.models.converted import cache_folder
 from loray.models.cuda_graph import CAPTURED, DecodeGraphs, DecodeOutput
 from loray.models.decode_inputs import DecodeInputs
-from loray.models.device_memory import fits, free_bytes, release
+from loray.models.device_memory import fits, free_bytes, release, weights_fit
 from loray.models.device_support import check_device
 from loray.models.grammar_masks import GrammarMasks
 from loray.models.kv_cache import FLOAT8, KVCache
@@ -72,7 +72,7 @@ class Runner:
         if device.type == "cpu":
             native.prepare(cache_folder() / "native")
         config = AutoConfig.from_pretrained(model_path)
-        with born_on(device, dtype), torch.inference_mode():
+        with weights_fit(device), born_on(device, dtype), torch.inference_mode():
             self._model = model_class(config)(config, parallel, max_total_tokens)
             check_device(device, self._model.kv_shape[2], has_float8_cache, has_float8_weights)
             load_weights(self._model, model_path, has_float8_weights)
@@ -107,7 +107,7 @@ class Runner:
         return LoadReport(
             device=torch.cuda.get_device_name(self._device) if self._device.type == "cuda" else "cpu",
             dtype=str(self._dtype).removeprefix("torch."),
-            attention=shown_backend(self._device, self._dtype, self._kv_dtype, head_dim),
+            attention=shown_backend(self._device, self._dtype, self._kv_dtype, head_dim, self._model.score_cap),
             weight_bytes=held_bytes(self._model),
             load_seconds=self._load_seconds,
             block_bytes=num_layers * self._block_size * 2 * num_kv_heads * head_dim * self._kv_dtype.itemsize,

@@ -1,9 +1,11 @@
-"""Chooses between native.c and the twins, which are the same functions to their callers."""
+"""What every test of a kernel has: memory that is poisoned before it is written, and native.c or the twins, alike to callers."""
 
 import shutil
 from collections.abc import Iterator
+from typing import Any
 
 import pytest
+import torch
 
 from loray.kernels import native
 from loray.kernels.choice import IS_INTERPRETED
@@ -25,3 +27,15 @@ def backend_in_use(request: pytest.FixtureRequest, library: object) -> Iterator[
     native._library = library if wants_native else None  # type: ignore[assignment]
     yield
     native._library = before
+
+
+@pytest.fixture(autouse=True)
+def poisoned_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A kernel that leaves a part of its output unwritten, or reads what it has not written yet, finds NaN, else the largest integer."""
+    unwritten = torch.empty
+
+    def empty(*shape: Any, **options: Any) -> torch.Tensor:
+        tensor = unwritten(*shape, **options)
+        return tensor.fill_(float("nan") if tensor.is_floating_point() else torch.iinfo(tensor.dtype).max)
+
+    monkeypatch.setattr(torch, "empty", empty)

@@ -11,7 +11,7 @@ import torch
 from loray.kernels import varlen_attention as module
 from loray.kernels.attention import Scoring
 from loray.kernels.prefix_gather import gather_prefix
-from loray.kernels.varlen_attention import FLASH_ATTN, PLAIN, TORCH_VARLEN, TRITON, backend, varlen_attention
+from loray.kernels.varlen_attention import FLASH_ATTN, PLAIN, TORCH_VARLEN, TRITON, backend, shown_backend, varlen_attention
 from tests.kernels.test_paged_attention import COMPILED, DEVICE, HEADS, SCORINGS, TOLERANCE, PagedCase, assert_equal
 from tests.kernels.test_paged_prefill import BATCHES, prompts_of, starts_of
 from tests.kernels.triton_marks import ON_GPU
@@ -99,3 +99,5 @@ def test_what_the_libraries_refuse_is_left_to_the_paged_kernel(monkeypatch: pyte
     assert backend(device, half, half, 320, Scoring(1.0)) == TRITON
     monkeypatch.setattr(module, "_flash_attn", lambda: None)
     assert backend(device, half, half, 64, Scoring(1.0, cap=5.0)) == TRITON
+    assert shown_backend(device, half, half, 64, score_cap=5.0) == "triton paged, prompts triton paged"
+    assert shown_backend(device, half, half, 64, score_cap=0.0) == "triton paged, prompts torch varlen"

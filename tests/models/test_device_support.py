@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from loray.models import causal_lm as causal_lm_module
 from loray.models import device_support
 from loray.models import runner as runner_module
 from loray.models.causal_lm import CausalLMRunner
@@ -114,6 +115,19 @@ def test_a_model_that_transformers_runs_needs_as_new_a_gpu(base: Path, monkeypat
 
 def out_of_memory() -> torch.OutOfMemoryError:
     return torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB")
+
+
+def test_weights_that_do_not_fit_are_refused_with_what_helps(base: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def run_out(*arguments: object) -> None:
+        raise out_of_memory()
+
+    monkeypatch.setattr(runner_module, "load_weights", run_out)
+    monkeypatch.setattr(causal_lm_module, "HostedModel", run_out)
+    words = r"weights do not fit into this machine's memory: a larger tensor_parallel_size, model\.quantization"
+    with pytest.raises(MemoryError, match=words):
+        Runner(base, Parallel(), torch.device("cpu"), torch.float32, 4, 128)
+    with pytest.raises(MemoryError, match=words):
+        CausalLMRunner(base, torch.device("cpu"), torch.float32, 4, 128)
 
 
 def test_where_the_first_steps_do_not_fit_there_are_fewer_blocks(base: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,0 +1,50 @@
+"""Decodes in float16 and bfloat16, with adapters: the log-probabilities that transformers and PEFT have for the same tokens in float32."""
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from tests.models import tiny_llama
+from tests.models.conductor import Conductor, Request, prompt_of
+
+pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA GPU")]
+WIDE = {
+    "hidden_size": 256,
+    "intermediate_size": 1408,
+    "num_attention_heads": 8,
+    "initializer_range": 0.05,
+}  # gate and up: one wave of programs
+PAGES = {0: [], 4: [9], 12: [7, 3], 64: [20, 21, 22, 10, 24, 25, 27, 26]}
+MEAN_ERROR = {torch.float16: 0.004, torch.bfloat16: 0.03}
+
+
+@torch.inference_mode()
+def logprobs_of(model: torch.nn.Module, prompt: list[int], output: list[int]) -> torch.Tensor:
+    scores = model(input_ids=torch.tensor([prompt + output])).logits[0, len(prompt) - 1 : -1].log_softmax(-1)
+    return scores.gather(1, torch.tensor(output)[:, None])[:, 0]
+
+
+@pytest.mark.parametrize("dtype", MEAN_ERROR, ids=str)
+def test_decodes_with_adapters_stay_within_the_rounding_of_their_dtype(
+    dtype: torch.dtype, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from loray.kernels import linear_triton  # needs Triton
+
+    base = tiny_llama.save_llama(tmp_path / "base", **WIDE)
+    ranks = [rank for rank in PAGES if rank]
+    folders = {rank: tiny_llama.save_adapter(base, tmp_path / f"r{rank}", rank, std=0.05, r=rank, lora_alpha=2 * rank) for rank in ranks}
+    products, real = [], linear_triton.linear
+    monkeypatch.setattr(linear_triton, "linear", lambda *inputs: (products.append(inputs[1].shape), real(*inputs))[1])
+    conductor = Conductor(base, device="cuda", dtype=dtype)
+    for rank, folder in folders.items():
+        conductor.load(folder, PAGES[rank])
+    requests = [Request(prompt_of(5 + 9 * i, seed=i), PAGES[rank], num_new=32) for i, rank in enumerate((*PAGES, *PAGES))]
+    found = conductor.play(requests, chunk=10, stagger=1)
+    assert (2816, 256) in products
+    for rank, request, output in zip((*PAGES, *PAGES), requests, found, strict=True):
+        logprobs = torch.tensor(output.logprobs)
+        wanted = logprobs_of(tiny_llama.oracle(base, folders.get(rank)), request.prompt, output.token_ids)
+        assert (logprobs - wanted).abs().mean() < MEAN_ERROR[dtype]
+        if rank:
+            assert (logprobs - logprobs_of(tiny_llama.oracle(base), request.prompt, output.token_ids)).abs().mean() > 10 * MEAN_ERROR[dtype]
