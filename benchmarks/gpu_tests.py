@@ -1,7 +1,7 @@
 """Every test that needs a GPU, and compute-sanitizer over our kernels in those of them: `python -m benchmarks.gpu_tests --out FILE`
 
-Files of tests/kernels run side by side, each in a process of its own, the others one after another. Exits with 1 if a test or the
-sanitizer found something.
+Tests of kernels run side by side, in processes of some dozens of tests each, the others one after another. Parts that FILE has are not
+run again. Exits with 1 if a test failed or the sanitizer found something.
 """
 
 import argparse
@@ -12,6 +12,7 @@ import sys
 import tempfile
 import time
 from collections import Counter
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -20,26 +21,36 @@ from xml.etree import ElementTree
 from benchmarks.environment import environment
 
 HERE = Path(__file__).parents[1]
+PYTEST = [sys.executable, "-m", "pytest", "-q", "-p", "no:xdist", "-m", "gpu", "--timeout=0"]
 SANITIZER = ["compute-sanitizer", "--tool", "memcheck", "--kernel-regex", "kns=_kernel", "--error-exitcode", "7"]
 SUMMARY = re.compile(r"ERROR SUMMARY: (\d+) error")
 MARKED = re.compile(r"mark\.gpu|marks=ON_GPU")
-NOTHING_COLLECTED = 5  # pytest's exit code
+TESTS_AT_ONCE = 30  # in a process
 
 
-def run_file(file: Path, prefix: list[str]) -> Counter[str]:
+def collected(folder: str) -> list[list[str]]:
+    """The tests of kernels, for each process."""
+    listing = subprocess.run([*PYTEST, "--collect-only", folder], capture_output=True, text=True, cwd=HERE, check=True).stdout
+    tests = [line for line in listing.splitlines() if "::" in line]
+    return [tests[i : i + TESTS_AT_ONCE] for i in range(0, len(tests), TESTS_AT_ONCE)]
+
+
+def run_tests(tests: Sequence[str], prefix: Sequence[str] = ()) -> Counter[str]:
     """passed, failed and skipped; with the sanitizer also its errors."""
     with tempfile.TemporaryDirectory() as folder:
-        report = Path(folder, "report.xml")
-        pytest = [sys.executable, "-m", "pytest", "-q", "-p", "no:xdist", "-m", "gpu", "--timeout=0", f"--junitxml={report}", str(file)]
-        ended = subprocess.run([*prefix, *pytest], capture_output=True, text=True, cwd=HERE, check=False)
-        counts = Counter({"failed": 1}) if not report.exists() else _counts(report)
+        report, names = Path(folder, "report.xml"), Path(folder, "tests")
+        names.write_text("\n".join(tests))
+        ended = subprocess.run(
+            [*prefix, *PYTEST, f"--junitxml={report}", f"@{names}"], capture_output=True, text=True, cwd=HERE, check=False
+        )
+        counts = _counts(report) if report.exists() else Counter(failed=len(tests))
     if prefix:
         summary = SUMMARY.search(ended.stdout)
         counts["sanitizer_errors"] = int(summary[1]) if summary else 1
-    if counts["failed"] or counts["sanitizer_errors"] or ended.returncode not in (0, NOTHING_COLLECTED):
-        counts["failed"] += ended.returncode not in (0, NOTHING_COLLECTED) and not counts["failed"] + counts["sanitizer_errors"]
+    if ended.returncode:
+        counts["failed"] += not counts["failed"] + counts["sanitizer_errors"]  # it says so, but not in its report
         print(ended.stdout[-6000:], ended.stderr[-2000:], flush=True)
-    print(file.relative_to(HERE), dict(counts), flush=True)
+    print(tests[0], "…", dict(counts), flush=True)
     return counts
 
 
@@ -50,33 +61,35 @@ def _counts(report: Path) -> Counter[str]:
     return Counter(passed=total - skipped - failed, failed=failed, skipped=skipped)
 
 
-def run_files(files: list[Path], prefix: list[str], at_once: int) -> dict[str, Any]:
+def run_all(groups: list[list[str]], processes: int, prefix: Sequence[str] = ()) -> dict[str, Any]:
     started = time.perf_counter()
-    with ThreadPoolExecutor(at_once) as pool:
-        counts = sum(pool.map(lambda file: run_file(file, prefix), files), Counter[str]())
-    return {name: counts[name] for name in ("passed", "failed", "skipped", *(["sanitizer_errors"] if prefix else []))} | {
-        "seconds": round(time.perf_counter() - started)
-    }
+    with ThreadPoolExecutor(processes) as pool:
+        counts = sum(pool.map(lambda tests: run_tests(tests, prefix), groups), Counter[str]())
+    names = "passed", "failed", "skipped", *(["sanitizer_errors"] if prefix else [])
+    return {name: counts[name] for name in names} | {"seconds": round(time.perf_counter() - started)}
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--out", type=Path, required=True)
     parser.add_argument("--commit", default="", help="what is tested, for the head of the file")
-    parser.add_argument("--at-once", type=int, default=8, help="files of tests/kernels")
+    parser.add_argument("--processes", type=int, default=14, help="for tests of kernels")
     options = parser.parse_args()
-    kernels = sorted((HERE / "tests/kernels").glob("test_*.py"))
-    others = sorted(file for file in (HERE / "tests").rglob("test_*.py") if file not in kernels and MARKED.search(file.read_text()))
-    report = environment("python -m benchmarks.gpu_tests --out FILE") | {"commit": options.commit}
-    for name, files, prefix, at_once in (
-        ("kernels", kernels, [], options.at_once),
-        ("models and server", others, [], 1),
-        ("kernels under compute-sanitizer memcheck", kernels, SANITIZER, options.at_once),
-    ):
-        report[name] = run_files(files, prefix, at_once)
+    report = json.loads(options.out.read_text()) if options.out.exists() else environment("python -m benchmarks.gpu_tests --out FILE")
+    report["commit"] = options.commit
+    others = (file for file in sorted((HERE / "tests").rglob("test_*.py")) if file.parent.name != "kernels")
+    files = [[str(file.relative_to(HERE))] for file in others if MARKED.search(file.read_text())]
+    parts = {
+        "kernels under compute-sanitizer memcheck": lambda: run_all(collected("tests/kernels"), options.processes, SANITIZER),
+        "models and server": lambda: run_all(files, 1),
+        "kernels": lambda: run_all(collected("tests/kernels"), options.processes),
+    }
+    for name, run in parts.items():
+        if name not in report:
+            report[name] = run()
+            options.out.write_text(json.dumps(report, indent=2) + "\n")
         print(name, report[name], flush=True)
-        options.out.write_text(json.dumps(report, indent=2) + "\n")
-    sys.exit(any(part.get("failed") or part.get("sanitizer_errors") for part in report.values() if isinstance(part, dict)))
+    sys.exit(any(report[name]["failed"] or report[name].get("sanitizer_errors") for name in parts))
 
 
 if __name__ == "__main__":

@@ -20,6 +20,8 @@ from loray.models.device_support import UnsupportedDevice, check_gpu
 from loray.models.parallel import Parallel
 from loray.models.runner import Runner
 from loray.models.step import Step, StepResult
+from tests.models.conductor import Conductor
+from tests.models.families import FAMILIES, save_family
 from tests.models.rank_threads import ThreadGroup
 
 pytestmark = pytest.mark.slow
@@ -111,6 +113,11 @@ def test_a_model_that_transformers_runs_needs_as_new_a_gpu(base: Path, monkeypat
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (7, 5))
     with pytest.raises(UnsupportedDevice, match=r"Card has compute capability 7\.5"):
         CausalLMRunner(base, torch.device("cuda"), torch.float16, 4, 128)
+
+
+def test_who_attends_is_told_by_the_models_cap(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(runner_module, "shown_backend", lambda device, dtype, kv_dtype, head_dim, score_cap: f"cap {score_cap}")
+    assert Conductor(save_family(FAMILIES["gemma2"], tmp_path).base).report.attention == "cap 2.0"
 
 
 def out_of_memory() -> torch.OutOfMemoryError:

@@ -11,8 +11,6 @@ import torch.distributed as dist
 from transformers import AutoConfig
 
 from loray.kernels.noise import gumbel_noise
-from loray.kernels.varlen_attention import FLASH_ATTN, TRITON
-from loray.kernels.varlen_attention import _flash_attn as has_flash_attn
 from loray.models.device_memory import release
 from loray.models.hosted_model import HostedOptions
 from loray.models.sampler import noise_keys
@@ -120,11 +118,6 @@ def test_the_report_counts_free_memory(base: Path) -> None:
     report = Conductor(base, device="cuda", dtype=torch.bfloat16).report
     assert 0 < report.free_bytes < torch.cuda.get_device_properties(0).total_memory
     assert report.dtype == "bfloat16" and report.device != "cpu"
-
-
-def test_the_report_says_who_attends_the_prompts_of_a_model_that_caps_its_scores(tmp_path: Path) -> None:
-    report = Conductor(save_family(FAMILIES["gemma2"], tmp_path).base, device="cuda", dtype=torch.bfloat16).report
-    assert report.attention == "triton paged, prompts " + (FLASH_ATTN if has_flash_attn() else TRITON)
 
 
 def test_weights_that_do_not_fit_are_refused_with_what_the_gpu_has(base: Path) -> None:
