@@ -42,19 +42,18 @@ def measure(name: str, command: list[str]) -> dict[str, dict[str, Any]]:
 
 
 def ratios(peers: dict[str, dict[str, dict[str, Any]]]) -> dict[str, float]:
-    """The targets: loray over HTTP and its engine against the peers' own loops."""
+    """The targets: loray over HTTP and its engine against `generate`, and against vLLM over HTTP and its engine."""
 
     def rate(peer: str, case: str) -> float:
         return float(peers[peer][case]["tokens_per_s"])
 
     found = {}
-    for ours in ("loray engine", "loray http"):
+    for ours, vllm in (("loray engine", "vllm"), ("loray http", "vllm http")):
         found[f"{ours}: alone / transformers generate"] = rate(ours, "alone") / rate("transformers", "alone")
         for case in ("16 over 8 r16", "16 over 8 mixed"):
             found[f"{ours}: {case} / 16 base"] = rate(ours, case) / rate(ours, "16 base")
-        if "vllm" in peers:
-            for case in peers["vllm"]:
-                found[f"{ours}: {case} / vLLM"] = rate(ours, case) / rate("vllm", case)
+        for case in peers.get(vllm, ()):
+            found[f"{ours}: {case} / {vllm}"] = rate(ours, case) / rate(vllm, case)
     return {name: round(value, 2) for name, value in found.items()}
 
 
@@ -77,6 +76,7 @@ def main() -> None:
         peers = {"transformers": measure("transformers", [sys.executable, "-m", "benchmarks.peer_transformers", *paths])}
         if Path(arguments.vllm).is_file():
             peers["vllm"] = measure("vllm", [arguments.vllm, str(HERE / "peer_vllm.py"), *paths])
+            peers["vllm http"] = measure("vllm http", [sys.executable, "-m", "benchmarks.peer_vllm_http", arguments.vllm, *paths])
         else:
             print("vllm: left out, no environment given (make bench VLLM=<its python>)")
         for ours in ("engine", "http"):
