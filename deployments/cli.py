@@ -5,6 +5,7 @@ import os
 import sys
 from importlib.metadata import version
 from pathlib import Path
+from typing import NoReturn
 
 from loray.deployments import adapters_cli
 from loray.models.checkpoint import BUNDLED, CheckpointError, resolve_model
@@ -47,8 +48,14 @@ def _fetch(options: argparse.Namespace) -> int:
 COMMANDS = {"serve": _serve, "fetch": _fetch, "adapters": adapters_cli.run}
 
 
+class _Parser(argparse.ArgumentParser):
+    def error(self, message: str) -> NoReturn:
+        """In one line, as every other error."""
+        self.exit(2, f"loray: {message}; see {self.prog} --help\n")
+
+
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(prog="loray", description="LoRA on Ray: one base model and thousands of LoRA adapters.")
+    parser = _Parser(prog="loray", description="LoRA on Ray: one base model and thousands of LoRA adapters.")
     parser.add_argument("--version", action="version", version=f"loray {version('loray')}")
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
     model_help = f"a bundled name ({', '.join(BUNDLED)}), a folder in Hugging Face format, a GGUF file, or a Hugging Face id"

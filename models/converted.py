@@ -41,12 +41,15 @@ def converted(source: Source, verify: bool) -> Path:
     """The source's folder, made if it is not there. `verify` compares the checksums of its files, not only their sizes."""
     models = cache_folder() / "models"
     folder = models / source.folder_name
-    if _is_whole(folder, source, verify):
+    if _flaw(folder, source, verify) is None:
         return folder
     try:
         models.mkdir(parents=True, exist_ok=True)
         with _only_one(models / f"{source.folder_name}.lock"):
-            if not _is_whole(folder, source, verify):  # another process may have made it meanwhile
+            flaw = _flaw(folder, source, verify)  # another process may have made it meanwhile
+            if flaw:
+                say(f"{flaw} is broken; making it anew")
+            if flaw is not None:
                 _make(source, folder)
     except OSError as error:
         raise CheckpointError(
@@ -113,24 +116,23 @@ def _marker(source: Source, folder: Path) -> dict[str, Any]:
     return {"format": FORMAT, "source": source.origin, "source_sha256": source.fingerprint, "files": files}
 
 
-def _is_whole(folder: Path, source: Source, verify: bool) -> bool:
+def _flaw(folder: Path, source: Source, verify: bool) -> str | None:
+    """What of it is broken; empty where it is not there or another model's, None where it is whole."""
     try:
         marker = json.loads((folder / MARKER).read_text(encoding="utf-8"))
         if (marker["format"], marker["source_sha256"]) != (FORMAT, source.fingerprint):
-            return False
+            return ""
         num_bytes = sum(expected["size"] for expected in marker["files"].values())
         if verify and num_bytes > SLOW_BYTES:
             say(f"checking {num_bytes / 1e9:.1f} GB in {folder}")
         for name, expected in marker["files"].items():
             if (folder / name).stat().st_size != expected["size"] or (verify and sha256_of(folder / name) != expected["sha256"]):
-                say(f"{folder / name} is broken; making it anew")
-                return False
+                return str(folder / name)
     except FileNotFoundError:
-        return False
+        return ""
     except (OSError, ValueError, KeyError, TypeError, AttributeError):
-        say(f"{folder} is broken; making it anew")
-        return False
-    return True
+        return str(folder)
+    return None
 
 
 @contextmanager
