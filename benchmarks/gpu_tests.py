@@ -6,6 +6,7 @@ run again. Exits with 1 if a test failed or the sanitizer found something.
 
 import argparse
 import json
+import os
 import re
 import subprocess
 import sys
@@ -23,6 +24,7 @@ from benchmarks.environment import environment
 HERE = Path(__file__).parents[1]
 PYTEST = [sys.executable, "-m", "pytest", "-q", "-p", "no:xdist", "-m", "gpu", "--timeout=0"]
 SANITIZER = ["compute-sanitizer", "--tool", "memcheck", "--kernel-regex", "kns=_kernel", "--error-exitcode", "7"]
+UNCACHED = {"PYTORCH_NO_CUDA_MEMORY_CACHING": "1"}  # else what lies behind a tensor may be read unnoticed: it belongs to the process
 SUMMARY = re.compile(r"ERROR SUMMARY: (\d+) error")
 MARKED = re.compile(r"mark\.gpu|marks=ON_GPU")
 TESTS_AT_ONCE = 30  # in a process
@@ -40,9 +42,9 @@ def run_tests(tests: Sequence[str], prefix: Sequence[str] = ()) -> Counter[str]:
     with tempfile.TemporaryDirectory() as folder:
         report, names = Path(folder, "report.xml"), Path(folder, "tests")
         names.write_text("\n".join(tests))
-        ended = subprocess.run(
-            [*prefix, *PYTEST, f"--junitxml={report}", f"@{names}"], capture_output=True, text=True, cwd=HERE, check=False
-        )
+        command = [*prefix, *PYTEST, f"--junitxml={report}", f"@{names}"]
+        variables = os.environ | (UNCACHED if prefix else {})
+        ended = subprocess.run(command, capture_output=True, text=True, cwd=HERE, check=False, env=variables)
         counts = _counts(report) if report.exists() else Counter(failed=len(tests))
     if prefix:
         summary = SUMMARY.search(ended.stdout)
@@ -72,11 +74,10 @@ def run_all(groups: list[list[str]], processes: int, prefix: Sequence[str] = ())
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--out", type=Path, required=True)
-    parser.add_argument("--commit", default="", help="what is tested, for the head of the file")
+    parser.add_argument("--commit", default="", help="what is tested")
     parser.add_argument("--processes", type=int, default=14, help="for tests of kernels")
     options = parser.parse_args()
     report = json.loads(options.out.read_text()) if options.out.exists() else environment("python -m benchmarks.gpu_tests --out FILE")
-    report["commit"] = options.commit
     others = (file for file in sorted((HERE / "tests").rglob("test_*.py")) if file.parent.name != "kernels")
     files = [[str(file.relative_to(HERE))] for file in others if MARKED.search(file.read_text())]
     parts = {
@@ -86,7 +87,7 @@ def main() -> None:
     }
     for name, run in parts.items():
         if name not in report:
-            report[name] = run()
+            report[name] = {"commit": options.commit, **run()}
             options.out.write_text(json.dumps(report, indent=2) + "\n")
         print(name, report[name], flush=True)
     sys.exit(any(report[name]["failed"] or report[name].get("sanitizer_errors") for name in parts))

@@ -46,7 +46,8 @@ def _wait(server: "subprocess.Popen[bytes]") -> None:
             if httpx.get(f"{URL}/health").is_success:
                 return
         except httpx.TransportError:
-            time.sleep(1)
+            pass  # not there yet
+        time.sleep(1)
     sys.exit(f"vLLM's server ended with {server.returncode}" if server.poll() is not None else f"vLLM's server took more than {START_S} s")
 
 

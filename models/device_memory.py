@@ -44,10 +44,7 @@ def weights_fit(device: torch.device) -> Iterator[None]:
         if not is_out_of_memory(error):
             raise
         where = f"{torch.cuda.get_device_name(device)}, of {_shown_memory(device)}" if device.type == "cuda" else "this machine's memory"
-        raise MemoryError(
-            f"the model's weights do not fit into {where}: a larger tensor_parallel_size, model.quantization: fp8 (on a GPU)"
-            " or a smaller model.dtype needs less on each rank"
-        ) from error
+        raise MemoryError(f"the model's weights do not fit into {where}: a larger tensor_parallel_size needs less on each rank") from error
 
 
 def _shown_memory(device: torch.device) -> str:

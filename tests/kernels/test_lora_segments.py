@@ -4,6 +4,7 @@ With TRITON_INTERPRET=1 they run without a GPU: `TRITON_INTERPRET=1 pytest -m gp
 """
 
 import os
+import random
 from dataclasses import replace
 
 import pytest
@@ -12,6 +13,7 @@ import torch
 from loray.kernels.lora import LoraPages, add_lora
 from loray.models.lora_groups import lora_segments
 from tests.kernels.test_lora import MIXES, Rows
+from tests.kernels.triton_marks import framed, is_whole
 
 IS_INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 DEVICE = "cpu" if IS_INTERPRETED else "cuda"
@@ -50,17 +52,41 @@ def test_each_token_gets_the_product_of_its_own_ranks(mix: str, inputs: int, wid
     rows = (MIXES | LONG | LARGE)[mix]
     generator = torch.Generator().manual_seed(0)
 
-    def random(*shape: int) -> torch.Tensor:
+    def normal(*shape: int) -> torch.Tensor:
         return torch.randn(*shape, generator=generator).to(DEVICE, dtype)
 
     num_tokens = sum(count for count, _ in rows)
-    x, y = random(num_tokens, inputs), random(num_tokens, sum(widths))
-    pages = LoraPages(random(len(widths), NUM_RANKS, inputs), random(NUM_RANKS, sum(widths)), widths)
+    x, y = normal(num_tokens, inputs), normal(num_tokens, sum(widths))
+    pages = LoraPages(normal(len(widths), NUM_RANKS, inputs), normal(NUM_RANKS, sum(widths)), widths)
     expected = expected_of(y, x, pages, rows)
     if any(runs for _, runs in rows):
         segments = lora_segments([runs for _, runs in rows], [count for count, _ in rows], lambda array: torch.from_numpy(array).to(DEVICE))
         add_lora(y, x, pages, segments)
     torch.testing.assert_close(y.double().cpu(), expected, atol=TOLERANCE[dtype] * float(expected.abs().max()), rtol=0)
+
+
+def random_rows(rng: random.Random) -> Rows:
+    """New tokens and prompts of the base model and of adapters whose pages lie anywhere in the pool."""
+    pages = rng.sample(range(NUM_RANKS // 8), NUM_RANKS // 8)
+    adapters: list[tuple[tuple[int, int], ...]] = [()]
+    while len(adapters) < 7:
+        adapters.append(tuple((8 * page, 8 * page + 8) for page in sorted(pages.pop() for _ in range(rng.randint(1, 4)))))
+    return [(rng.choice((1, 1, 1, 5, 40)), rng.choice(adapters)) for _ in range(rng.randint(2, 24))]
+
+
+@pytest.mark.parametrize("seed", range(8))
+def test_any_mix_of_adapters_in_rows_that_lie_apart(seed: int) -> None:
+    rng = random.Random(seed)
+    rows, inputs, widths = random_rows(rng), rng.choice((17, 96, 320)), rng.choice(([5], [48, 16, 16], [130, 257]))
+    num_tokens = sum(count for count, _ in rows)
+    generator = torch.Generator().manual_seed(seed)
+    a, b = (torch.randn(*shape, generator=generator).to(DEVICE) for shape in ((len(widths), NUM_RANKS, inputs), (NUM_RANKS, sum(widths))))
+    (_, x), (frame, y) = (framed(torch.randn(num_tokens, size, generator=generator), DEVICE) for size in (inputs, sum(widths)))
+    expected = expected_of(y, x, LoraPages(a, b, widths), rows)
+    segments = lora_segments([runs for _, runs in rows], [count for count, _ in rows], lambda array: torch.from_numpy(array).to(DEVICE))
+    add_lora(y, x, LoraPages(a, b, widths), segments)
+    torch.testing.assert_close(y.double().cpu(), expected, atol=1e-4 * float(expected.abs().max()), rtol=0)
+    assert is_whole(frame)
 
 
 @pytest.mark.parametrize("mix", LONG)

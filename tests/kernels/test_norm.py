@@ -73,7 +73,8 @@ def test_the_residual_gets_the_rounded_sum_and_its_norm_is_returned(
     backend: str, dtype: torch.dtype, scale: float, num_tokens: int, size: int
 ) -> None:
     device = DEVICES[backend]
-    (x_frame, x), (y_frame, y) = (framed(torch.randn(num_tokens, size).to(dtype), device) for _ in range(2))
+    (x_frame, x), (y_frame, y) = (framed(torch.randn(num_tokens, width).to(dtype), device) for width in (size, size + 8))
+    y = y[:, :size]
     weight, expected = torch.randn(size).to(device, dtype), (x.double() + scale * y.double()).cpu()
     normed = kernels_of(backend).add_rms_norm(x, Parted(y), weight, EPS, scale)
     check(x, expected, atol=TOLERANCE[dtype])

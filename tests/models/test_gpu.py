@@ -132,6 +132,23 @@ def test_weights_that_do_not_fit_are_refused_with_what_the_gpu_has(base: Path) -
         torch.cuda.set_per_process_memory_fraction(1.0)
 
 
+def test_where_the_blocks_do_not_fit_into_the_gpu_there_are_fewer_and_the_tokens_are_right(
+    base: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    release(torch.device("cuda"))
+    expected = Conductor(base).generate(prompt_of(20)).token_ids
+    conductor = Conductor(base, device="cuda")
+    too_many = int(0.02 * torch.cuda.get_device_properties(0).total_memory) // conductor.report.block_bytes
+    torch.cuda.set_per_process_memory_fraction(0.01)
+    try:
+        num_blocks = conductor.runner.allocate(too_many, 32)
+        assert 0 < num_blocks < too_many / 2
+        assert f"out of memory with {too_many} KV blocks: trying" in caplog.records[0].getMessage()
+        assert conductor.generate(prompt_of(20)).token_ids == expected
+    finally:
+        torch.cuda.set_per_process_memory_fraction(1.0)
+
+
 def test_graphs_that_are_garbage_do_not_spoil_those_that_are_captured(base: Path) -> None:
     thresholds = gc.get_threshold()
     for _ in range(3):  # graphs within cycles, which the collector alone can free
