@@ -6,6 +6,7 @@ PORT ?=
 PYTHON ?= python3
 BIN := .venv/bin
 STAMP := .venv/.installed
+PIP := PIP_DISABLE_PIP_VERSION_CHECK=1 $(BIN)/python -m pip install --quiet --quiet
 FOLDERS := deployments cluster models kernels
 PYTEST := RAY_AUTH_MODE=disabled $(BIN)/python -m pytest -q
 # A process for each core. Tests of the whole application share one Ray cluster instead, and run one after another.
@@ -51,14 +52,14 @@ soak: $(STAMP)  ## run for hours under load and faults
 
 venv: $(STAMP)  ## make .venv with everything the other commands need
 
-# mypy reads files, not the editable install's import hook: .venv/src/loray shows it the folders under their package names.
+# lorax-client asks for an old huggingface_hub and uses none. mypy reads files, not the editable install's import hook: .venv/src/loray shows it the folders under their package names.
 $(STAMP): pyproject.toml
 	@test -x $(BIN)/pip || { $(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' \
 	  || { echo "loray needs Python 3.11 or newer, and $(PYTHON) is not: name another with PYTHON=python3.12" >&2; exit 1; }; \
 	  echo "loray: making .venv" >&2; $(PYTHON) -m venv .venv; }
 	@echo "loray: installing into .venv (the first time takes minutes: torch and Ray are large)" >&2
-	@PIP_DISABLE_PIP_VERSION_CHECK=1 $(BIN)/python -m pip install --quiet --quiet -e '.[test]'
-	@PIP_DISABLE_PIP_VERSION_CHECK=1 $(BIN)/python -m pip install --quiet --quiet --no-deps lorax-client==0.6.3  # it asks for an old huggingface_hub and uses none
+	@{ $(PIP) -e '.[test]' && $(PIP) --no-deps lorax-client==0.6.3; } 2> .venv/pip.log || { \
+	  echo "loray: can't install the packages, is the network there? $$(grep ERROR .venv/pip.log | tail -1 | sed 's/^ *//') (all of it: .venv/pip.log)" >&2; exit 1; }
 	@mkdir -p .venv/src/loray
 	@for folder in $(FOLDERS); do ln -sfn ../../../$$folder .venv/src/loray/$$folder; done
 	@touch $@

@@ -7,9 +7,20 @@ from pathlib import Path
 
 import torch
 from peft import PeftModel
-from transformers import AutoModelForCausalLM, AutoTokenizer
+from transformers import AutoModelForCausalLM, AutoTokenizer, StoppingCriteria
 
-from benchmarks.workload import CASES, NEW_TOKENS
+from benchmarks.workload import CASES, NEW_TOKENS, Arrivals
+
+
+class Clock(StoppingCriteria):
+    """Stops nothing; notes when each token came, to all rows at once."""
+
+    def __init__(self) -> None:
+        self.times: list[float] = []
+
+    def __call__(self, input_ids: torch.Tensor, scores: object, **kwargs: object) -> torch.Tensor:  # type: ignore[override]
+        self.times.append(time.perf_counter())
+        return torch.zeros(len(input_ids), dtype=torch.bool)
 
 
 def main(model: Path, adapters: Path) -> None:
@@ -27,10 +38,11 @@ def main(model: Path, adapters: Path) -> None:
                 network.load_adapter(adapters / name, name)
             peft = {"adapter_names": case.adapter_names}
         network.generate(**inputs, **peft, max_new_tokens=2, **options)
+        clock = Clock()
         started = time.perf_counter()
-        network.generate(**inputs, **peft, max_new_tokens=NEW_TOKENS, min_new_tokens=NEW_TOKENS, **options)
-        rate = case.num_requests * NEW_TOKENS / (time.perf_counter() - started)
-        print(json.dumps({"case": case.name, "tokens_per_s": round(rate, 1)}), flush=True)
+        network.generate(**inputs, **peft, max_new_tokens=NEW_TOKENS, min_new_tokens=NEW_TOKENS, stopping_criteria=[clock], **options)
+        arrivals = Arrivals(started, [clock.times] * case.num_requests)
+        print(json.dumps({"case": case.name, **arrivals.summary()}), flush=True)
         if case.adapters:
             base = network.unload()
 

@@ -5,13 +5,26 @@ import os
 import sys
 import time
 from pathlib import Path
+from typing import Any
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", "2")
 os.environ.setdefault("VLLM_CPU_OMP_THREADS_BIND", "nobind")
 
-from benchmarks.workload import ADAPTER_SETS, CASES, NEW_TOKENS
+from benchmarks.workload import ADAPTER_SETS, CASES, NEW_TOKENS, Arrivals
+
+
+def run(engine: Any, prompts: list[str], loras: list[Any], params: Any) -> Arrivals:
+    """As LLM.generate does it, with a look at the clock after each step."""
+    arrivals = Arrivals(time.perf_counter(), [[] for _ in prompts])
+    for number, (prompt, lora) in enumerate(zip(prompts, loras, strict=True)):
+        engine.add_request(str(number), prompt, params, lora_request=lora)
+    while engine.has_unfinished_requests():
+        for output in engine.step():
+            times = arrivals.times[int(output.request_id.partition("-")[0])]
+            times += [time.perf_counter()] * (len(output.outputs[0].token_ids) - len(times))
+    return arrivals
 
 
 def main(model: Path, adapters: Path) -> None:
@@ -37,10 +50,8 @@ def main(model: Path, adapters: Path) -> None:
             greedy = vllm.SamplingParams(temperature=0, max_tokens=NEW_TOKENS, ignore_eos=True)
             warm_up = vllm.SamplingParams(temperature=0, max_tokens=4, ignore_eos=True)
             engine.generate(case.prompts, warm_up, lora_request=loras, use_tqdm=False)
-            started = time.perf_counter()
-            engine.generate(case.prompts, greedy, lora_request=loras, use_tqdm=False)
-            rate = case.num_requests * NEW_TOKENS / (time.perf_counter() - started)
-            print(json.dumps({"case": case.name, "tokens_per_s": round(rate, 1), "version": vllm.__version__}), flush=True)
+            arrivals = run(engine.llm_engine, case.prompts, loras, greedy)
+            print(json.dumps({"case": case.name, **arrivals.summary(), "version": vllm.__version__}), flush=True)
         del engine
 
 

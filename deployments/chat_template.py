@@ -1,10 +1,10 @@
 """Which chat template writes a prompt: the adapter's own, else the configured one, else the model's. Knows neither HTTP nor Ray."""
 
-from pathlib import Path
 from typing import Any, NamedTuple
 
 from loray.deployments import tool_format
 from loray.deployments.backend import Backend
+from loray.deployments.configured_template import configured_template
 from loray.deployments.errors import TemplateError
 from loray.deployments.expiring import Expiring
 from loray.deployments.off_loop import off_loop_if
@@ -70,13 +70,3 @@ class ChatTemplates:
 
 async def _described(messages: list[dict[str, Any]], tools: list[tool_format.Tool], has_system: bool = True) -> list[dict[str, Any]]:
     return await off_loop_if(is_much(messages), lambda: tool_format.described(messages, tools, has_system))
-
-
-def configured_template(value: str) -> str:
-    """The text itself, or of the file that it names."""
-    if "{" in value or "\n" in value:
-        return value
-    try:
-        return Path(value).read_text()
-    except (OSError, UnicodeDecodeError) as error:
-        raise ValueError(f"model.chat_template: neither a template nor a readable file: {error}") from None

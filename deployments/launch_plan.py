@@ -53,7 +53,7 @@ def make_plan(config: Path, overrides: Overrides) -> Plan:
         tree = yaml.safe_load(config.read_text(encoding="utf-8"))
     except OSError as error:
         raise LaunchError(f"{config} can't be read: {error.strerror}") from error
-    except yaml.YAMLError as error:
+    except (yaml.YAMLError, UnicodeDecodeError) as error:
         raise LaunchError(f"{config} is not YAML: {' '.join(str(error).split())}") from error
     if not isinstance(tree, dict):
         raise LaunchError(f"{config} holds no Serve config: it needs `applications`")

@@ -49,7 +49,8 @@ def launch(config: Path, overrides: Overrides) -> int:
     try:
         with _ray(plan.args):
             signals.install()  # Ray has put its own in place
-            _say(f"starting {plan.args.model.id} with {plan.args.tensor_parallel_size} rank(s); logs are in {_logs()}")
+            address = ray.get_runtime_context().gcs_address
+            _say(f"starting {plan.args.model.id} with {plan.args.tensor_parallel_size} rank(s) on Ray at {address}; logs are in {_logs()}")
             if _start(plan, signals):
                 _announce(plan, time.monotonic() - started)
                 _watch(plan, signals)

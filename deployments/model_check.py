@@ -1,13 +1,20 @@
 """Refuses a model that can't be served as asked, before anything is started or stopped."""
 
 from loray.deployments.config import BLOCK_SIZE, ServerArgs
+from loray.deployments.configured_template import check_configured
 from loray.models.architectures import Implementation, UnsupportedModel, architecture_names, choose
-from loray.models.checkpoint import least_kv_bytes, max_tensor_parallel, read_config, resolve_model
+from loray.models.checkpoint import check_tokenizer, least_kv_bytes, max_tensor_parallel, read_config, resolve_model
+from loray.models.converted import is_converted
 
 
 def check_model(args: ServerArgs, *, verify: bool = False) -> Implementation:
     """How it will be served. Raises CheckpointError or ValueError, one line each."""
-    config = read_config(resolve_model(args.model.id, args.model.revision, verify=verify))
+    folder = resolve_model(args.model.id, args.model.revision, verify=verify)
+    config = read_config(folder)
+    if not is_converted(folder):  # those are checked where they are made
+        check_tokenizer(folder)
+    if args.model.chat_template:
+        check_configured(args.model.chat_template)
     wanted = args.model.implementation
     if args.model.quantization == "bitsandbytes-8bit":
         if wanted == "native" or args.device == "cpu":

@@ -8,6 +8,7 @@ from typing import Any
 from safetensors import SafetensorError, safe_open
 
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "tokenizer_config.json")
+TOKENIZER_SETTINGS = ("tokenizer_config.json", "special_tokens_map.json", "generation_config.json")
 WEIGHTS = "model.safetensors"
 WEIGHTS_INDEX = "model.safetensors.index.json"
 NOT_WEIGHTS = ("consolidated", "adapter_model")  # the same weights under Mistral's own names; a LoRA adapter
@@ -82,6 +83,20 @@ def check_folder(folder: Path) -> Path:
     if sum(_num_tensors(folder, name) for name in files) == 0:
         raise CheckpointError(f"model folder {folder}: there is no tensor in {', '.join(files)}")
     return folder
+
+
+def check_tokenizer(folder: Path) -> None:
+    """Raises CheckpointError for a file of it that is broken. What only transformers can read is left to it."""
+    for name in TOKENIZER_SETTINGS:
+        if (folder / name).is_file():
+            _read_object(folder / name)
+    if (folder / "tokenizer.json").is_file():
+        import tokenizers  # who only builds the application does not wait for it
+
+        try:
+            tokenizers.Tokenizer.from_file(str(folder / "tokenizer.json"))
+        except Exception as error:  # nothing narrower is raised
+            raise CheckpointError(f"model folder {folder}: tokenizer.json is no tokenizer: {one_line(error)}") from error
 
 
 def weight_files(folder: Path) -> list[str]:

@@ -14,8 +14,9 @@ from ray.exceptions import RayTaskError
 from loray.deployments.adapter_service import AdapterService
 from loray.deployments.adapter_store import AdapterStore
 from loray.deployments.adapter_template import adapter_template
-from loray.deployments.chat_template import ChatTemplates, configured_template
+from loray.deployments.chat_template import ChatTemplates
 from loray.deployments.config import AdapterArgs
+from loray.deployments.configured_template import configured_template
 from loray.deployments.driver import check_template
 from loray.deployments.driver_client import DriverClient
 from loray.deployments.errors import AdapterFailed, AdapterNotFound, LorayError, TemplateError

@@ -154,6 +154,9 @@ def test_a_file_that_is_no_serve_config_is_refused(tmp_path: Path, text: str) ->
 
 
 def test_a_missing_file_is_refused_by_its_name(tmp_path: Path) -> None:
+    (tmp_path / "binary.yaml").write_bytes(b"\xff\xfe\x00")
+    with pytest.raises(LaunchError, match=r"binary\.yaml is not YAML: 'utf-8' codec can't decode"):
+        make_plan(tmp_path / "binary.yaml", Overrides())
     with pytest.raises(LaunchError, match=r"nowhere\.yaml can't be read: No such file"):
         make_plan(tmp_path / "nowhere.yaml", Overrides())
 

@@ -78,6 +78,12 @@ def test_special_tokens_give_no_text_even_within_a_character(byte_level: Tokeniz
     assert pieces_of(byte_level, [ids[first], EOS_ID, *(ids[byte] for byte in rest), EOS_ID]) == ["", "", "", "日", "", ""]
 
 
+def test_bytes_after_a_prompt_that_ends_within_a_character_are_not_lost(byte_level: Tokenizer) -> None:
+    smile, ids = "🙂".encode(), byte_ids()
+    detokenizer = Detokenizer(byte_level, [ids[smile[0]]])
+    assert [detokenizer.push(ids[byte]) for byte in (smile[1], *b" ok")] == ["", BROKEN + " ", "o", "k"]
+
+
 def test_a_character_cut_at_the_end_is_dropped(byte_level: Tokenizer) -> None:
     ids = byte_ids()
     assert "".join(pieces_of(byte_level, [ids[byte] for byte in "ok 日".encode()[:-1]])) == "ok "

@@ -7,9 +7,12 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import save_file
+from tokenizers import Tokenizer
+from tokenizers.models import WordLevel
 
 from loray.deployments.config import ServerArgs
 from loray.deployments.model_check import check_model
+from loray.models.checkpoint import CheckpointError
 
 LLAMA = {"architectures": ["LlamaForCausalLM"], "num_attention_heads": 6}
 LLAMA_SHAPE = LLAMA | {"num_key_value_heads": 3, "num_hidden_layers": 2, "hidden_size": 192}
@@ -18,7 +21,7 @@ ON_GPU = {"quantization": "fp8", "device": "cuda"}
 
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
-    (tmp_path / "tokenizer.json").write_text("{}")
+    Tokenizer(WordLevel({"a": 0}, unk_token="a")).save(str(tmp_path / "tokenizer.json"))
     save_file({"weight": torch.zeros(1)}, tmp_path / "model.safetensors")
     return tmp_path
 
@@ -69,3 +72,31 @@ def test_a_refusal_says_why_in_one_line(folder: Path, config: dict[str, Any], se
     with pytest.raises(ValueError, match=words) as refusal:
         check_model(args_for(folder, config, **settings))
     assert "\n" not in str(refusal.value)
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "words"),
+    [
+        ("tokenizer.json", "{bad", "tokenizer.json is no tokenizer: key must be a string at line 1 column 2"),
+        ("tokenizer.json", "{}", "tokenizer.json is no tokenizer"),
+        ("tokenizer_config.json", '{"a": ', "tokenizer_config.json can't be read"),
+        ("generation_config.json", "[]", "generation_config.json does not hold a JSON object"),
+    ],
+)
+def test_a_broken_tokenizer_is_refused_by_its_file(folder: Path, name: str, text: str, words: str) -> None:
+    (folder / name).write_text(text)
+    with pytest.raises(CheckpointError, match=words) as refusal:
+        check_model(args_for(folder, LLAMA))
+    assert "\n" not in str(refusal.value)
+
+
+@pytest.mark.parametrize(
+    "template", ["{{ raise_exception('no') }}", "{% generation %}{{ messages[0].content }}{% endgeneration %}", "{{ a.b.c }}"]
+)
+def test_a_template_may_refuse_a_conversation(folder: Path, template: str) -> None:
+    assert check_model(args_for(folder, LLAMA, chat_template=template)) == "native"
+
+
+def test_what_is_no_template_is_refused_by_its_field(folder: Path) -> None:
+    with pytest.raises(ValueError, match=r"^model\.chat_template: no template: unexpected 'end of template' \(line 2\)$"):
+        check_model(args_for(folder, LLAMA, chat_template="{{ a }}\n{% if"))

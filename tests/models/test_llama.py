@@ -138,15 +138,16 @@ def test_the_last_admitted_position_can_be_sampled(base: Path) -> None:
     assert token_ids == oracle_generate(oracle(base), prompt, 1)[0]
 
 
-def test_what_a_former_owner_left_in_a_block_cannot_reach_its_next_owner(base: Path) -> None:
-    conductor, prompt = Conductor(base), prompt_of(5)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=str)  # attended in compiled code, and in torch
+def test_what_a_former_owner_left_in_a_block_cannot_reach_its_next_owner(base: Path, dtype: torch.dtype) -> None:
+    conductor, prompt = Conductor(base, dtype=dtype), prompt_of(5)
     expected = conductor.generate(prompt)
     assert conductor.runner._kv_cache is not None
     with torch.inference_mode():
         for layer, _ in conductor.runner._kv_cache.layers:
             layer.fill_(float("nan"))
     requests = [Request(prompt), Request(prompt_of(30, seed=1))]
-    assert conductor.play(requests)[0].logprobs == pytest.approx(expected.logprobs, abs=1e-4)
+    assert conductor.play(requests)[0].logprobs == pytest.approx(expected.logprobs, abs=1e-4 if dtype == torch.float32 else 0.05)
 
 
 def test_results_come_in_the_order_of_the_rows_and_only_for_those_that_sample(base: Path) -> None:
