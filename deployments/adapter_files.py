@@ -14,13 +14,15 @@ from pathlib import Path
 from loray.deployments.adapter_room import ANY_ROOM, AdapterRoom
 from loray.deployments.adapters import Adapter
 from loray.deployments.errors import AdapterFailed, AdapterNotFound
+from loray.deployments.expiring import Expiring
 from loray.deployments.keyed_lock import KeyedLock
 from loray.models.adapter import AdapterError, Shapes, rank_in_config, signature
 from loray.models.adapter_config import CONFIG_FILE, check_config_size
 from loray.models.adapter_header import WEIGHTS_FILE
 from loray.models.adapter_specs import AdapterSpecs
 
-MAX_REMEMBERED = 10_000  # validated versions
+MAX_REMEMBERED = 10_000  # validated versions, and refused ones
+REFUSED_S = 10.0
 
 
 class AdapterFiles:
@@ -34,6 +36,7 @@ class AdapterFiles:
         self._validated: OrderedDict[str, Adapter] = OrderedDict()  # by path, most recently used last
         self._lock = threading.Lock()  # of _validated; never held while files are read
         self._validating = KeyedLock()
+        self._refused: Expiring[tuple[str, str], str] = Expiring(REFUSED_S, MAX_REMEMBERED)  # by path and signature, why
 
     def find(self, adapter_id: str) -> Adapter:
         """The adapter as its files are now: a folder dropped in, replaced or removed since counts at once."""
@@ -47,7 +50,6 @@ class AdapterFiles:
             if known is None:
                 with self._validating.only_one(str(path)):  # else many would read the same new files at once
                     known = self._known(path, files) or self._validate(adapter_id, path, files)
-                    self._remember(known)
         return dataclasses.replace(known, adapter_id=adapter_id, page_ids=[])
 
     def check_sizes(self, adapter_id: str, sizes: Mapping[str, int]) -> None:
@@ -124,9 +126,19 @@ class AdapterFiles:
         raise AdapterNotFound(f"adapter {adapter_id!r} is not in any of the folders this server reads ({roots})")
 
     def _validate(self, adapter_id: str, path: Path, files: str) -> Adapter:
-        spec = self._specs.read(path)
+        if reason := self._refused.get((str(path), files)):
+            raise AdapterError(reason)
+        try:
+            spec = self._specs.read(path)
+        except AdapterError as error:  # some take a second to be found out
+            self._refused.put((str(path), files), str(error))
+            raise
         num_pages = self._room.pages_for(adapter_id, spec.rank, spec.extra_bytes)  # before the weights are read
-        return Adapter(adapter_id, content_hash(path), str(path), num_pages, signature=files, rank=spec.rank, extra_bytes=spec.extra_bytes)
+        rank = max((lora.rank for lora in spec.modules.values()), default=spec.rank)  # also of those beyond the pages
+        version = content_hash(path)
+        adapter = Adapter(adapter_id, version, str(path), num_pages, signature=files, rank=rank, extra_bytes=spec.extra_bytes)
+        self._remember(adapter)
+        return adapter
 
     def _remember(self, adapter: Adapter) -> None:
         with self._lock:

@@ -24,10 +24,13 @@ NUM_READERS = 64  # for folders on this node, whose files are read when they are
 NUM_MERGES = 64  # that wait for their turn, or look whether they are on disk
 NUM_REMOVERS = 8  # a removal waits for the download of the same adapter
 NUM_LOOKERS = 8  # for questions that are answered at once
-NUM_AT_A_PLACE = 8  # finders that one adapter may take: callers with tokens of their own ask each for themselves
+NUM_AT_A_PLACE = (
+    8  # threads that one adapter may take: callers with tokens of their own ask each for themselves, and so do all for a folder
+)
 REST_S = 0.5  # between two looks at folders that are to be listed, so that the driver's own work goes on
 
 
+TurnKey = tuple[str, bool]  # a place, and whether it is on this node
 Needed = Callable[[Adapter], AbstractContextManager[None]]  # as long as it is entered, the adapter's files stay on disk
 
 
@@ -65,8 +68,8 @@ class AdapterFinder:
         self._searches: dict[AdapterRef, asyncio.Task[Adapter]] = {}  # of those that may take long
         self._num_waiting: Counter[str] = Counter()  # requests, by adapter id
         self._num_asking: Counter[asyncio.Task[Adapter]] = Counter()  # requests, by search
-        self._turns: defaultdict[str, asyncio.Semaphore] = defaultdict(lambda: asyncio.Semaphore(NUM_AT_A_PLACE))  # by place
-        self._num_at: Counter[str] = Counter()  # that have or want a turn, by place
+        self._turns: defaultdict[TurnKey, asyncio.Semaphore] = defaultdict(lambda: asyncio.Semaphore(NUM_AT_A_PLACE))
+        self._num_at: Counter[TurnKey] = Counter()  # that have or want a turn
         self._unbegun: set[asyncio.Task[Adapter] | None] = set()  # searches that wait for theirs
         self._names: asyncio.Future[list[str]] | None = None  # a listing under way
         self._listing: asyncio.Task[None] | None = None
@@ -126,8 +129,9 @@ class AdapterFinder:
         return asyncio.get_running_loop().run_in_executor(self._lookers, work)
 
     def _start(self, ref: AdapterRef) -> "asyncio.Task[Adapter]":
+        is_joined = ref.merge is not None or not self._store.is_local(ref)  # a folder is looked at anew each time: it may have changed
         search = asyncio.create_task(self._merged(ref, ref.merge) if ref.merge else self._found(ref))
-        if ref.merge or not self._store.is_local(ref):  # a folder is looked at anew each time: it may have changed
+        if is_joined:
             self._searches[ref] = search
         search.add_done_callback(lambda search: self._end(ref, search))
         return search
@@ -146,16 +150,14 @@ class AdapterFinder:
 
     async def _found(self, ref: AdapterRef) -> Adapter:
         is_here = self._store.is_local(ref) or await self.look(lambda: self._is_on_disk(ref))
-        if is_here:  # it does not wait for downloads
-            adapter = await asyncio.get_running_loop().run_in_executor(self._readers, lambda: self._store.find(ref))
-        else:
-            async with self._turn(self._store.place_key(ref)):
-                adapter = await asyncio.get_running_loop().run_in_executor(self._finders, lambda: self._store.find(ref))
+        threads = self._readers if is_here else self._finders  # what is here does not wait for downloads
+        async with self._turn((self._store.place_key(ref), is_here)):
+            adapter = await asyncio.get_running_loop().run_in_executor(threads, lambda: self._store.find(ref))
         adapter.account = account_of(self._store.named(ref), adapter.path)
         return _of_its_place(adapter)
 
     @asynccontextmanager
-    async def _turn(self, place: str) -> AsyncIterator[None]:
+    async def _turn(self, place: TurnKey) -> AsyncIterator[None]:
         search = asyncio.current_task()
         self._unbegun.add(search)
         try:

@@ -8,9 +8,11 @@ from prometheus_client import CollectorRegistry, Counter, Histogram
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
+from loray.deployments.adapter_sources import named
 from loray.deployments.adapter_status import AdapterState, AdapterStatus, TierUse
+from loray.deployments.errors import InvalidRequest
 from loray.deployments.generation import Generation, Timing, num_taken
-from loray.deployments.request import GenerationRequest
+from loray.deployments.request import AdapterRef, GenerationRequest
 
 MAX_LABELS = 100  # adapters with series of their own: thousands of ids would be tens of thousands of series
 OTHER = "other"
@@ -25,7 +27,8 @@ class AdapterMetrics:
     The series of an adapter that the driver replicas have forgotten, because it was unloaded, are removed.
     `counted` gets what this process counts, `told` what the driver replicas say."""
 
-    def __init__(self, counted: CollectorRegistry, told: CollectorRegistry) -> None:
+    def __init__(self, counted: CollectorRegistry, told: CollectorRegistry, default_source: str) -> None:
+        self._default_source = default_source
         self._labels: dict[str, set[str]] = {}  # by adapter id, the outcomes it has had
         self._public: set[str] = set()  # adapter ids of the last statuses that everybody may read
         self._private: set[str] = set()  # the others
@@ -76,14 +79,22 @@ class AdapterMetrics:
         """ "" for the base model."""
         if request.adapter is None:
             return ""
-        is_public = request.adapter_id in self._public or not request.adapter.api_token  # a token may be sent where none is needed
-        if request.adapter_id in self._private or not is_public:
+        name = self._name(request.adapter)
+        is_public = name in self._public or not request.adapter.api_token  # a token may be sent where none is needed
+        if name in self._private or not is_public:
             return PRIVATE
         if request.adapter.merge:
             return MERGED
         if has_worked and len(self._labels) < MAX_LABELS:
-            self._labels.setdefault(request.adapter_id, set())
-        return request.adapter_id if request.adapter_id in self._labels else OTHER
+            self._labels.setdefault(name, set())
+        return name if name in self._labels else OTHER
+
+    def _name(self, ref: AdapterRef) -> str:
+        """As the driver replicas call it, however the request has written it."""
+        try:
+            return ref.adapter_id if ref.merge else named(ref, self._default_source).adapter_id
+        except InvalidRequest:  # which no adapter has
+            return ref.adapter_id
 
     def _count(self, label: str, outcome: str) -> None:
         self._requests.labels(label, outcome).inc()

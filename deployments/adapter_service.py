@@ -79,7 +79,12 @@ class AdapterService:
 
     async def find_patiently(self, ref: AdapterRef, on_slow: Callable[[], None]) -> Adapter:
         """The same, and whoever waits is told in time: a download may take longer than an ingress waits for a replica."""
-        return await told_when_slow(self.find(ref), SLOW_S, on_slow)
+        try:
+            return await told_when_slow(self.find(ref), SLOW_S, on_slow)
+        except LorayError:
+            if use := self._uses.get(self._key(ref)):
+                use.num_failed += 1
+            raise
 
     async def chat_template(self, ref: AdapterRef) -> AdapterTemplate:
         """Raises a LorayError."""

@@ -9,6 +9,7 @@ import logging
 import time
 from collections.abc import AsyncGenerator
 from contextlib import aclosing
+from functools import partial
 from typing import Any
 
 import msgspec
@@ -144,7 +145,7 @@ class DriverClient:
         events = self._events[request.request_id] = Mailbox(len(request.output_ids))
         response = self._driver.submit.remote(msgspec.msgpack.encode(request), address.endpoint, address.public_key)
         call = asyncio.create_task(_result(response))
-        call.add_done_callback(lambda _: events.put(None))
+        call.add_done_callback(partial(_tell_ended, events))
         late = DeadlineExceeded("no replica said more of it")
         timer = asyncio.get_running_loop().call_later(request.deadline_s + GRACE_S, events.fail, late) if request.deadline_s else None
         wait_s: float | None = ACCEPT_S
@@ -192,6 +193,12 @@ class DriverClient:
 
 async def _result(response: DeploymentResponse) -> Any:
     return await response
+
+
+def _tell_ended(events: Mailbox, call: asyncio.Task[Any]) -> None:
+    if not call.cancelled():
+        call.exception()  # of a client that has left, nobody asks for it
+    events.put(None)
 
 
 async def _within(seconds: float, events: Mailbox) -> TokenEvent | None:

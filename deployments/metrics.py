@@ -29,13 +29,13 @@ DriverStats = Mapping[str, Mapping[str, float]]  # by replica, the driver's numb
 class Metrics:
     """`replica`: a label of all that this process counts, so that no series falls where a scrape reaches another one; "" = none."""
 
-    def __init__(self, replica: str = "") -> None:
+    def __init__(self, replica: str = "", default_source: str = "local") -> None:
         self._counted = CollectorRegistry()  # by this process
         self._registry = CollectorRegistry()  # all that is told
         self._driver = _DriverNumbers()
         self._registry.register(self._driver)
         self._registry.register(_OfReplica(self._counted, replica))
-        self._adapters = AdapterMetrics(self._counted, self._registry)
+        self._adapters = AdapterMetrics(self._counted, self._registry, default_source)
         self._requests = self._counter("requests", "HTTP requests", ["route", "status"])
         self._failures = self._counter("failures", "Errors that callers were told, by type", ["type"])
         self._key_requests = self._counter("key_requests", "HTTP requests by the API key's name", ["key", "status"])

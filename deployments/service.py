@@ -74,7 +74,7 @@ class Service:
         self.backend = backend
         self.max_total_tokens = max_total_tokens
         self.facts = facts
-        self.metrics = Metrics(replica)
+        self.metrics = Metrics(replica, args.adapters.default_source)
         self.grammars = Grammars(tokenizer.folder, args.model.trust_remote_code, args.grammars)
         self.has_generated = False  # any token, for anybody
 

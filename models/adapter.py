@@ -87,6 +87,7 @@ def read_adapter(folder: Path, lora_shapes: Shapes) -> AdapterSpec:
         loras = {path: reader.module(path, tensors) for path, tensors in modules.items() if _has_lora(tensors)}
         biases = {path: reader.bias(path, tensors) for path, tensors in modules.items() if BIASES & tensors.keys()}
         tokens = {path: reader.tokens(path, tensors) for path, tensors in modules.items() if "trained tokens" in tensors}
+        config.check_has_tokens([path for path in lora_shapes if not _is_linear(path)], len(tokens))
         copies = {path: reader.copy(path, tensors) for path, tensors in modules.items() if "weight under LoRA" in tensors}
         beyond_pages = {path for path in loras if not _is_linear(path)}
         if tokens and beyond_pages:

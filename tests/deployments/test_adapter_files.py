@@ -116,6 +116,24 @@ def test_a_broken_folder_says_what_is_wrong_until_it_is_mended(root: Path) -> No
     assert files.find("small").num_pages == 1
 
 
+def test_what_was_refused_is_not_read_again_until_its_files_change_or_some_time_has_passed(
+    root: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (root / "small" / "adapter_model.safetensors").write_bytes(b"nonsense")
+    (root / "other").symlink_to("small")
+    for lifetime_s, num_reads in ((10.0, 1), (1e-6, 3)):
+        monkeypatch.setattr(adapter_files, "REFUSED_S", lifetime_s)
+        files, reads = AdapterFiles([root], SHAPES), []
+        read = files._specs.read
+        monkeypatch.setattr(files._specs, "read", lambda path, read=read, reads=reads: (reads.append(path), read(path))[1])
+        for name in ("small", "other", "small"):
+            with pytest.raises(AdapterFailed, match=f"^adapter '{name}': adapter_model.safetensors"):
+                files.find(name)
+        assert len(reads) == num_reads
+    save_folder(root / "small", rank=4)
+    assert files.find("other").num_pages == 1
+
+
 @pytest.mark.parametrize("name", [".", "", "..", "../outside", "small/..", "/etc", "nul\0byte", "x" * 5000, "link"])
 def test_nothing_outside_a_root_can_be_named(root: Path, name: str) -> None:
     save_folder(root.parent / "outside", rank=4)

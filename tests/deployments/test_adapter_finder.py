@@ -10,11 +10,12 @@ from typing import Any
 
 import pytest
 
-from loray.deployments import adapter_finder, adapter_listing
+from loray.deployments import adapter_files, adapter_finder, adapter_listing
 from loray.deployments.adapter_finder import AdapterFinder
 from loray.deployments.adapter_store import AdapterStore
 from loray.deployments.adapters import Adapter
 from loray.deployments.config import AdapterArgs
+from loray.deployments.errors import InvalidRequest
 from loray.deployments.needed_folders import NeededFolders
 from loray.deployments.request import AdapterRef, MergeRecipe
 from tests.deployments.file_server import FileServer
@@ -99,6 +100,38 @@ def test_what_is_to_be_asked_for_anew_takes_no_thread_of_those_for_what_is_here(
         await world.finder.forget(world.ref)
         world.finder._readers.shutdown()
         assert (await world.finder.find(world.ref)).version != old.version
+
+    run(work())
+
+
+def test_a_folder_that_takes_long_to_read_leaves_threads_to_the_others(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    roots = [tmp_path / "root"]
+    save_folder(roots[0] / "slow", rank=4)
+    save_folder(roots[0] / "quick", rank=4, seed=1)
+    door = threading.Event()
+    content_hash = adapter_files.content_hash
+    monkeypatch.setattr(adapter_files, "content_hash", lambda path: (path.name == "slow" and door.wait(HELD_S), content_hash(path))[1])
+    store = AdapterStore(AdapterArgs(local_roots=roots), SHAPES, tmp_path / "cache")
+    finder = AdapterFinder(store, max_waiting=1000, needed=lambda adapter: nullcontext())
+
+    async def work() -> None:
+        slow = [asyncio.create_task(finder.find(AdapterRef(adapter_id="slow"))) for _ in range(2 * adapter_finder.NUM_READERS)]
+        await asyncio.sleep(0.1)
+        assert (await finder.find(AdapterRef(adapter_id="quick"))).adapter_id == "quick"
+        assert not any(search.done() for search in slow)
+        door.set()
+        assert len({adapter.version for adapter in await asyncio.gather(*slow)}) == 1
+        assert not finder._turns and not finder._num_at
+
+    run(work())
+
+
+def test_an_id_that_nobody_can_have_leaves_no_search_behind(world: World) -> None:
+    async def work() -> None:
+        before = asyncio.all_tasks()
+        with pytest.raises(InvalidRequest):
+            await world.finder.find(AdapterRef(adapter_id="ftp://somewhere/mine"))
+        assert asyncio.all_tasks() == before
 
     run(work())
 

@@ -113,6 +113,18 @@ def test_requests_are_counted_by_how_they_ended(service: AdapterService) -> None
     assert status.last_used > 0
 
 
+def test_a_request_that_finds_an_adapter_broken_counts_as_failed(service: AdapterService, root: Path) -> None:
+    async def work() -> AdapterStatus:
+        await service.find_patiently(ref("small"), lambda: None)
+        (root / "small" / "adapter_model.safetensors").write_bytes(b"torn")
+        for _ in range(2):
+            with pytest.raises(AdapterFailed):
+                await service.find_patiently(ref("small"), lambda: None)
+        return (await statuses(service))["small"]
+
+    assert run(work()).num_failed == 2
+
+
 def test_who_asks_for_what_is_not_there_leaves_no_trace(service: AdapterService) -> None:
     async def work() -> dict[str, AdapterStatus]:
         for i in range(50):

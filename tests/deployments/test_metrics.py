@@ -141,6 +141,22 @@ def test_an_adapter_has_series_of_its_own() -> None:
     assert 'loray_adapter_requests_total{adapter=""' not in text, "the base model is no adapter"
 
 
+def test_all_ways_to_write_an_adapters_name_are_one_label() -> None:
+    service = service_of(saying(" world"))
+    for adapter_id in ["pirate", "./pirate", "pirate/"]:
+        generate(service, adapter_id)
+    text = send(service, "GET", "/metrics").text
+    assert value(text, 'loray_adapter_requests_total{adapter="pirate",outcome="eos_token"}') == 3
+
+
+def test_merges_share_a_label_whatever_they_are_called() -> None:
+    service = service_of(saying(" world"))
+    merge = {"ids": ["a", "b"], "weights": [1, 1]}
+    send(service, "POST", "/generate", json={"inputs": "hello", "parameters": {"merged_adapters": merge}})
+    text = send(service, "GET", "/metrics").text
+    assert value(text, 'loray_adapter_requests_total{adapter="merged",outcome="eos_token"}') == 1
+
+
 def test_adapters_beyond_the_bound_share_a_label(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(adapter_metrics, "MAX_LABELS", 2)
     service = service_of(saying(""))

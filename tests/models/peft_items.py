@@ -221,6 +221,16 @@ REFUSALS: dict[str, Refusal] = {
         config_with(trainable_token_indices=[1, 101]),
         "trainable_token_indices is (1, 101), the base model has 101: added tokens are not supported",
     ),
+    "trainable_token_indices of no embedding": Refusal(
+        _plain,
+        config_with(trainable_token_indices={"nowhere": [1, 2]}),
+        "trainable_token_indices names 'nowhere', which is no embedding of the base model",
+    ),
+    "trainable_token_indices without their tensor": Refusal(
+        _plain,
+        config_with(trainable_token_indices=[1, 2]),
+        "trainable_token_indices is set, but there are no trained tokens among the tensors",
+    ),
     "another base model's head beside LoRA on it": Refusal(
         _head,
         tensors_with(lambda tensors, names: tensors["base_model.model.lm_head.base_layer.weight"][7].mul_(1.03)),
