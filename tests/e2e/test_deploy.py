@@ -99,6 +99,7 @@ def test_a_good_config_is_served_and_a_bad_one_is_refused_by_field_while_the_old
         "tensor_parallel_size": 99,
         "device": "cuda",
         "kv_cache.cpu_bytes": {"cpu_bytes": "9000GiB"},
+        "model.chat_template": {"id": str(tiny_model), "chat_template": "{% if"},
     }
     for field, value in mistakes.items():
         mistake = {field.partition(".")[0]: value}
