@@ -336,7 +336,17 @@ def test_statuses_are_those_of_the_moment_from_every_replica() -> None:
 def test_replicas_are_merged_by_version() -> None:
     merged = merge_replicas(
         [
-            status_of("pirate", "host", version="1", num_served=3, num_running=1, host_bytes=10, last_used=5.0, gpu_use=TierUse(1, 0.5, 1)),
+            status_of(
+                "pirate",
+                "host",
+                version="1",
+                num_served=3,
+                num_failed=2,
+                num_running=1,
+                host_bytes=10,
+                last_used=5.0,
+                gpu_use=TierUse(1, 0.5, 1),
+            ),
             status_of("poet", "failed", version="", error="no such file"),
             status_of(
                 "pirate", "gpu", version="1", num_served=4, num_failed=1, host_bytes=7, gpu_bytes=2, is_pinned=True, gpu_use=TierUse(2, 1.0)
@@ -347,7 +357,7 @@ def test_replicas_are_merged_by_version() -> None:
     fields: dict[str, Any] = {
         "num_served": 7,
         "num_running": 1,
-        "num_failed": 1,
+        "num_failed": 3,
         "host_bytes": 10,
         "gpu_bytes": 2,
         "is_pinned": True,

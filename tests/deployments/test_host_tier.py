@@ -73,6 +73,13 @@ def test_what_is_needed_stays_and_the_new_one_waits_for_room(why: str) -> None:
     assert [names(orders) for orders in tier.take_orders()] == [["new"], ["kept"]]
 
 
+def test_nothing_leaves_for_one_that_would_find_no_room_all_the_same() -> None:
+    tier, needed, unused, large = HostTier(30, PAGE), adapter("needed", references=1), adapter("unused"), adapter("large", 3, references=1)
+    hold(tier, needed, unused)
+    tier.want(large)
+    assert tier.take_orders() == ([], []) and unused.is_ready and tier.num_evictions == 0
+
+
 def test_an_adapter_that_is_in_the_pool_may_leave_host_memory_though_it_is_used() -> None:
     tier, used, new = HostTier(10, PAGE), adapter("used", references=1), adapter("new")
     hold(tier, used)
