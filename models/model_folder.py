@@ -38,7 +38,10 @@ def eos_token_ids(folder: Path) -> frozenset[int]:
     ids = _read_object(generation).get("eos_token_id") if generation.is_file() else None
     if ids is None:
         ids = read_config(folder).get("eos_token_id")
-    return frozenset() if ids is None else frozenset([ids] if isinstance(ids, int) else ids)
+    ids = [] if ids is None else [ids] if isinstance(ids, int) else ids
+    if not isinstance(ids, list) or not all(isinstance(token_id, int) for token_id in ids):
+        raise CheckpointError(f"model folder {folder}: eos_token_id is {ids!r}, neither a token nor a list of them")
+    return frozenset(ids)
 
 
 def model_limits(config: dict[str, Any]) -> ModelLimits:
@@ -90,6 +93,7 @@ def check_tokenizer(folder: Path) -> None:
     for name in TOKENIZER_SETTINGS:
         if (folder / name).is_file():
             _read_object(folder / name)
+    eos_token_ids(folder)
     if (folder / "tokenizer.json").is_file():
         import tokenizers  # who only builds the application does not wait for it
 

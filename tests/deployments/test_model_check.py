@@ -81,6 +81,7 @@ def test_a_refusal_says_why_in_one_line(folder: Path, config: dict[str, Any], se
         ("tokenizer.json", "{}", "tokenizer.json is no tokenizer"),
         ("tokenizer_config.json", '{"a": ', "tokenizer_config.json can't be read"),
         ("generation_config.json", "[]", "generation_config.json does not hold a JSON object"),
+        ("generation_config.json", '{"eos_token_id": "x"}', "eos_token_id is 'x', neither a token nor a list of them"),
     ],
 )
 def test_a_broken_tokenizer_is_refused_by_its_file(folder: Path, name: str, text: str, words: str) -> None:
