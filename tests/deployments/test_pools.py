@@ -21,6 +21,7 @@ from tests.deployments.local_driver import LocalBackend, driver_over
 from tests.deployments.rank_in_process import RankInProcess
 from tests.deployments.scripted_backend import HF, send
 from tests.deployments.simulated_rank import SimulatedRank
+from tests.tiny_tokenizer import tiny_tokenizer
 
 BLOCK_BYTES = 1000
 NUM_BLOCKS, MODEL_TOKENS = 3, 2048
@@ -36,7 +37,7 @@ def model_folder(folder: Path) -> Path:
     folder.mkdir(parents=True)
     config = {"architectures": ["LlamaForCausalLM"], "num_attention_heads": 2, "vocab_size": 320, "max_position_embeddings": MODEL_TOKENS}
     (folder / "config.json").write_text(json.dumps(config))
-    (folder / "tokenizer.json").write_text("{}")
+    tiny_tokenizer().backend_tokenizer.save(str(folder / "tokenizer.json"))
     save_file({"weight": torch.zeros(1)}, folder / "model.safetensors")
     return folder
 
