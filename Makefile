@@ -52,7 +52,8 @@ soak: $(STAMP)  ## run for hours under load and faults
 
 venv: $(STAMP)  ## make .venv with everything the other commands need
 
-# lorax-client asks for an old huggingface_hub and uses none. mypy reads files, not the editable install's import hook: .venv/src/loray shows it the folders under their package names.
+# lorax-client asks for an old huggingface_hub and uses none.
+# mypy reads files, not the editable install's import hook: .venv/src/loray shows it the folders under their package names.
 $(STAMP): pyproject.toml
 	@test -x $(BIN)/pip || { $(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' \
 	  || { echo "loray needs Python 3.11 or newer, and $(PYTHON) is not: name another with PYTHON=python3.12" >&2; exit 1; }; \

@@ -24,9 +24,7 @@ NUM_READERS = 64  # for folders on this node, whose files are read when they are
 NUM_MERGES = 64  # that wait for their turn, or look whether they are on disk
 NUM_REMOVERS = 8  # a removal waits for the download of the same adapter
 NUM_LOOKERS = 8  # for questions that are answered at once
-NUM_AT_A_PLACE = (
-    8  # threads that one adapter may take: callers with tokens of their own ask each for themselves, and so do all for a folder
-)
+NUM_AT_A_PLACE = 8  # threads that one adapter may take: callers with tokens of their own, and all of a folder, ask each for themselves
 REST_S = 0.5  # between two looks at folders that are to be listed, so that the driver's own work goes on
 
 

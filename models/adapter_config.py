@@ -109,11 +109,11 @@ class AdapterConfig:
     def check_has_tokens(self, paths: Collection[str], num_trained: int) -> None:
         """paths: of the embedding and the head; num_trained: of these have trained tokens among the tensors."""
         indices = self._fields.get("trainable_token_indices") or []
-        keys = indices if isinstance(indices, dict) else ()
-        for key in keys:
-            if not any(f".{path}".endswith(f".{key}") for path in paths):
+        lists = indices if isinstance(indices, dict) else {"": indices}
+        for key in lists:
+            if key and not any(f".{path}".endswith(f".{key}") for path in paths):
                 raise AdapterError(f"trainable_token_indices names {shown(key)}, which is no embedding of the base model")
-        if any(indices.values() if isinstance(indices, dict) else indices) and not num_trained:
+        if any(lists.values()) and not num_trained:
             raise AdapterError("trainable_token_indices is set, but there are no trained tokens among the tensors")
 
     def _check(self) -> None:

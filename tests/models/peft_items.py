@@ -228,7 +228,7 @@ REFUSALS: dict[str, Refusal] = {
     ),
     "trainable_token_indices without their tensor": Refusal(
         _plain,
-        config_with(trainable_token_indices=[1, 2]),
+        config_with(trainable_token_indices=[0]),
         "trainable_token_indices is set, but there are no trained tokens among the tensors",
     ),
     "another base model's head beside LoRA on it": Refusal(
