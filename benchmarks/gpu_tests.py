@@ -27,14 +27,16 @@ SANITIZER = ["compute-sanitizer", "--tool", "memcheck", "--kernel-regex", "kns=_
 UNCACHED = {"PYTORCH_NO_CUDA_MEMORY_CACHING": "1"}  # else what lies behind a tensor may be read unnoticed: it belongs to the process
 SUMMARY = re.compile(r"ERROR SUMMARY: (\d+) error")
 MARKED = re.compile(r"mark\.gpu|marks=ON_GPU")
+CAPTURES = "graph"  # in the name of a test
 TESTS_AT_ONCE = 30  # in a process
 
 
 def collected(folder: str) -> list[list[str]]:
-    """The tests of kernels, for each process."""
+    """The tests of kernels, for each process. Those that capture graphs, which takes PyTorch's caching, have their own."""
     listing = subprocess.run([*PYTEST, "--collect-only", folder], capture_output=True, text=True, cwd=HERE, check=True).stdout
     tests = [line for line in listing.splitlines() if "::" in line]
-    return [tests[i : i + TESTS_AT_ONCE] for i in range(0, len(tests), TESTS_AT_ONCE)]
+    kinds = [test for test in tests if CAPTURES not in test], [test for test in tests if CAPTURES in test]
+    return [kind[i : i + TESTS_AT_ONCE] for kind in kinds for i in range(0, len(kind), TESTS_AT_ONCE)]
 
 
 def run_tests(tests: Sequence[str], prefix: Sequence[str] = ()) -> Counter[str]:
@@ -43,7 +45,7 @@ def run_tests(tests: Sequence[str], prefix: Sequence[str] = ()) -> Counter[str]:
         report, names = Path(folder, "report.xml"), Path(folder, "tests")
         names.write_text("\n".join(tests))
         command = [*prefix, *PYTEST, f"--junitxml={report}", f"@{names}"]
-        variables = os.environ | (UNCACHED if prefix else {})
+        variables = os.environ | (UNCACHED if prefix and CAPTURES not in tests[0] else {})
         ended = subprocess.run(command, capture_output=True, text=True, cwd=HERE, check=False, env=variables)
         counts = _counts(report) if report.exists() else Counter(failed=len(tests))
     if prefix:

@@ -19,8 +19,8 @@ from loray.deployments.adapter_tiers import AdapterTiers
 from loray.deployments.adapters import Adapter
 from loray.deployments.deadlines import Deadlines
 from loray.deployments.engine_stats import EngineCounts, engine_stats
-from loray.deployments.errors import AdapterChanged, AdapterFailed, DeadlineExceeded, GrammarFailed, Incomplete, LorayError
-from loray.deployments.outcomes import outcomes
+from loray.deployments.errors import AdapterChanged, AdapterFailed, DeadlineExceeded, LorayError
+from loray.deployments.outcomes import failures, outcomes
 from loray.deployments.plan import Plan
 from loray.deployments.queue_limits import QueueLimits, check_admission
 from loray.deployments.rank_grammars import RankGrammars
@@ -189,8 +189,8 @@ class Engine:
             adapter.pool_use.load_seconds += result.load_seconds / len(plan.loads)
         for index, reason in result.failed_loads.items():
             self._fail_adapter(list(plan.loads)[index], AdapterFailed(reason))
-        for index, failure in result.failed_rows.items():
-            self._fail(list(plan.rows)[index], GrammarFailed(failure.reason) if failure.is_callers else Incomplete(failure.reason))
+        for sequence, error in failures(plan, result).items():
+            self._fail(sequence, error)
         fields = outcomes(plan, result)
         for sequence in self._scheduler.complete(plan, result.token_ids, self._eos_ids):
             if sequence.request.pooling:

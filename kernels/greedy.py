@@ -6,13 +6,13 @@ from torch import Tensor
 
 from loray.kernels import native
 
-LOWEST_LOGPROB = -9999.0  # stands for a log-probability that is no finite number
+LOWEST_LOGPROB = -9999.0  # also of a token that can't come at all
 
 
 def greedy(logits: Tensor) -> tuple[Tensor, Tensor]:
     """argmax(logits), the lowest id among equals, [num_rows] int64; log_softmax(logits) at it, [num_rows] float32.
 
-    logits [num_rows, vocab_size]. NaN counts as minus infinity for the argmax; it and infinities may leave no log-probability.
+    logits [num_rows, vocab_size]. NaN counts as minus infinity for the argmax. Where there is no distribution, the log-probability is NaN.
     """
     if logits.is_cuda:
         from loray.kernels.greedy_triton import greedy as on_gpu  # needs Triton, which a machine without a GPU may lack
@@ -24,7 +24,7 @@ def greedy(logits: Tensor) -> tuple[Tensor, Tensor]:
     if chosen.isnan().any():  # argmax takes NaN for the largest
         tokens = logits.nan_to_num(nan=-torch.inf, posinf=torch.inf, neginf=-torch.inf).argmax(-1)
         chosen = logits.gather(1, tokens[:, None]).squeeze(1)
-    return tokens, finite(chosen - totals)
+    return tokens, bounded(chosen - totals)
 
 
 def most_and_total(logits: Tensor) -> tuple[Tensor, Tensor]:
@@ -38,5 +38,6 @@ def most_and_total(logits: Tensor) -> tuple[Tensor, Tensor]:
     return logits.argmax(-1), logits.logsumexp(-1)
 
 
-def finite(logprobs: Tensor) -> Tensor:
-    return torch.nan_to_num(logprobs, nan=LOWEST_LOGPROB, neginf=LOWEST_LOGPROB, posinf=LOWEST_LOGPROB)
+def bounded(logprobs: Tensor) -> Tensor:
+    """NaN stays: there is no distribution."""
+    return logprobs.clamp(min=LOWEST_LOGPROB)

@@ -8,7 +8,6 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from loray.kernels.greedy import LOWEST_LOGPROB
 from loray.kernels.linked import LINKED, wait_for_earlier
 
 CHUNK, NUM_WARPS = 4096, 8  # tokens of a program: a vocabulary of 128256 is 32 programs a row, so that few rows too fill the GPU
@@ -17,7 +16,7 @@ CHUNK, NUM_WARPS = 4096, 8  # tokens of a program: a vocabulary of 128256 is 32 
 def greedy(logits: Tensor) -> tuple[Tensor, Tensor]:
     """argmax(logits), the lowest id among equals, [num_rows] int64; log_softmax(logits) at it, [num_rows] float32.
 
-    logits [num_rows, vocab_size]. NaN counts as minus infinity for the argmax; it and infinities may leave no log-probability.
+    logits [num_rows, vocab_size]. NaN counts as minus infinity for the argmax. Where there is no distribution, the log-probability is NaN.
     """
     tokens, logprobs, _ = _reduce(logits)
     return tokens, logprobs
@@ -45,7 +44,6 @@ def _reduce(logits: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     )
     _row_kernel[(num_rows,)](
         *(found[0], found[1], found_ids, tokens, logprobs, totals, num_chunks),
-        LOWEST=LOWEST_LOGPROB,
         BLOCK_C=triton.next_power_of_2(num_chunks),
         num_warps=1,
         **LINKED,
@@ -75,7 +73,7 @@ def _chunk_kernel(  # type: ignore[no-untyped-def]
 
 @triton.jit
 def _row_kernel(  # type: ignore[no-untyped-def]
-    largest, exp_sums, ids, tokens, logprobs, totals, num_chunks, LOWEST: tl.constexpr, BLOCK_C: tl.constexpr
+    largest, exp_sums, ids, tokens, logprobs, totals, num_chunks, BLOCK_C: tl.constexpr
 ):
     """Of one row: the first of its chunks' ids with the largest number, -log(sum of exp(x - largest)), and log(sum of exp(x))."""
     wait_for_earlier()
@@ -90,7 +88,6 @@ def _row_kernel(  # type: ignore[no-untyped-def]
     best = tl.min(tl.where(is_chunk & (tops == top), found, 2147483647), 0)
     base = tl.where(top == float("-inf"), 0.0, top)
     logprob = -tl.log(tl.sum(exp_sum * tl.exp(tops - base), 0))
-    is_finite = tl.abs(logprob) < float("inf")  # false for NaN
     tl.store(tokens + row, best.to(tl.int64))
-    tl.store(logprobs + row, tl.where(is_finite, logprob, LOWEST))
+    tl.store(logprobs + row, tl.where(top > float("-inf"), logprob, float("nan")))
     tl.store(totals + row, base - logprob)

@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 import numpy as np
 from torch import Tensor
 
-from loray.models.sampler import finite, most_probable
+from loray.models.sampler import bounded, most_probable
 from loray.models.step import Admission, Alternatives
 from loray.models.to_device import upload
 from loray.models.to_host import ToHost
@@ -63,7 +63,7 @@ class PromptLogprobs:
         is_known = targets < logits.shape[1]  # a model may embed more tokens than its head can give
         chosen = logits.gather(1, targets.clamp(max=logits.shape[1] - 1)[:, None]).squeeze(1) - logits.logsumexp(-1)
         alternatives = most_probable(logits, scores.num_alternatives) if scores.num_alternatives else ()
-        scores.pieces.append(ToHost(finite(chosen.masked_fill(~is_known, float("-inf"))), *alternatives))
+        scores.pieces.append(ToHost(bounded(chosen.masked_fill(~is_known, float("-inf"))), *alternatives))
 
     def take(self, slots: list[int]) -> Iterator[tuple[int, PromptScores]]:
         """Of these slots, which get their first token now: place among them and scores, of those that want any."""

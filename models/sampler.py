@@ -5,7 +5,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from loray.kernels.drawing import NEVER, draw, kept
-from loray.kernels.greedy import finite, most_and_total
+from loray.kernels.greedy import bounded, most_and_total
 from loray.models.to_device import to_device
 
 LOWEST_TEMPERATURE = 1e-6  # below it the softmax is one-hot, and logits / temperature might overflow
@@ -45,13 +45,13 @@ def sample(logits: Tensor, rows: SamplingRows, scores: Tensor | None = None) -> 
         (places,) = to_device(scores.device, is_random.nonzero()[0])
         tokens[places] = _sample_random(scores[places], rows[is_random])
     chosen = logits.gather(1, tokens[:, None]).squeeze(1)
-    return tokens, finite(chosen - totals)
+    return tokens, bounded(chosen - totals)
 
 
 def most_probable(logits: Tensor, num_tokens: int) -> tuple[Tensor, Tensor]:
     """[num_rows, vocab_size] float32 -> token ids and log-probabilities, [num_rows, num_tokens] each, falling."""
     found = logits.topk(min(num_tokens, logits.shape[1]))
-    return found.indices, finite(found.values - logits.logsumexp(-1, keepdim=True))
+    return found.indices, bounded(found.values - logits.logsumexp(-1, keepdim=True))
 
 
 def _sample_random(scores: Tensor, rows: SamplingRows) -> Tensor:

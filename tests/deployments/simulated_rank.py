@@ -43,6 +43,7 @@ class SimulatedRank:
         self.embeddings: list[list[float]] = []  # of the step that runs
         self.prompt_logprobs: dict[int, list[float]] = {}  # by slot, as far as they are computed
         self.bad_paths: set[str] = set()
+        self.overflowing: set[str] = set()  # adapters with which no number is finite; "" = the base model
         self.steps: list[Step] = []
 
     def execute(self, step: Step) -> StepResult:
@@ -73,7 +74,7 @@ class SimulatedRank:
         return StepResult(
             step.step_id,
             [token for _, token in sampled],
-            [-float(token) for _, token in sampled],
+            [float("nan") if self._adapter(slot) in self.overflowing else -float(token) for slot, token in sampled],
             failed,
             self.embeddings,
             failed_rows={i: GRAMMAR_FAILURES[text] for i, row in enumerate(step.rows) if (text := self.slots[row.slot].sampling.grammar)},
@@ -100,7 +101,8 @@ class SimulatedRank:
         if not samples:
             return None
         if self.slots[slot].pooling:
-            self.embeddings.append([self.sums[slot] / end, float(next_token(adapter, tokens[:end]))])
+            first = float("inf") if adapter in self.overflowing else self.sums[slot] / end
+            self.embeddings.append([first, float(next_token(adapter, tokens[:end]))])
             return None
         tokens.append(next_token(adapter, tokens[:end]))
         return tokens[-1]

@@ -16,7 +16,7 @@ from loray.deployments.plan import Plan
 from loray.deployments.request import GenerationRequest, TokenEvent
 from loray.deployments.sequence import Ending
 from loray.deployments.step_pace import WAIT_S, StepPace
-from loray.models.step import Sampling
+from loray.models.step import Pooling, Sampling
 from tests.deployments.rank_in_process import BLOCK, HOST_BYTES, NUM_BLOCKS, NUM_PAGES, RankInProcess, start_engine
 from tests.deployments.simulated_rank import embedding, greedy
 
@@ -194,6 +194,20 @@ def test_a_grammar_that_cannot_be_followed_fails_its_own_request_alone_and_says_
     assert (last.error, last.message, client.errors["bad"]) == (error, grammar.decode(), error)
     assert not any(event.token_ids for event in client.finish("bad")), "what such a row yields is worthless"
     assert client.tokens("good") == greedy("", [1, 2], 8)
+
+
+@pytest.mark.parametrize("pooling", ["", "mean"])
+@pytest.mark.parametrize(("path", "error", "said"), [("huge", "AdapterFailed", "adapter 'huge'"), ("", "Incomplete", "this text")])
+def test_numbers_that_are_not_finite_fail_the_requests_that_have_them_and_say_whose_they_are(
+    client: Client, steps: RankInProcess, pooling: Pooling, path: str, error: str, said: str
+) -> None:
+    steps.rank.overflowing = {path}
+    client.submit("bad", [1, 2], 1, adapter=Adapter(path, path, path, 1) if path else None, pooling=pooling)
+    client.submit("good", [1, 2], adapter=Adapter("good", "good", "good", 1))
+    last = client.finish("bad")[-1]
+    assert (last.error, client.errors["bad"]) == (error, error) and said in last.message and "not finite" in last.message
+    assert not any(event.token_ids or event.embedding for event in client.finish("bad"))
+    assert client.tokens("good") == greedy("good", [1, 2], 8)
 
 
 def test_a_deadline_ends_a_request_that_waits_and_one_that_runs(

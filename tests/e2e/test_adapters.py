@@ -245,6 +245,19 @@ def test_bad_adapters_are_refused_and_leave_nothing_behind(
     check_bad_requests(app, bad_adapters(app, root, tiny_model, tmp_path, files), 160)
 
 
+@pytest.mark.parametrize("route", ["/generate", "/generate_stream", "/embed"])
+def test_an_adapter_with_which_no_number_is_finite_is_an_error_that_names_it(app: App, root: Path, route: str) -> None:
+    name = f"overflows{route.replace('/', '-')}"
+    random_adapter(root / "a4", root / name, 4, seed=7, std=1e30)
+    expected = token_ids(app, "a20")
+    response = app.post(route, {"inputs": PROMPT, "parameters": {"adapter_id": name}})
+    assert response.status_code == 424, response.text
+    assert f"adapter '{name}'" in response.text and "not finite" in response.text
+    assert (adapters(app)[name]["num_failed"], adapters(app)[name]["num_served"]) == (1, 0)
+    assert token_ids(app, "a20") == expected
+    shutil.rmtree(root / name)
+
+
 def check_reload(app: App, root: Path, target: Moving, num_versions: int, num_clients: int) -> None:
     """Every answer is one version's, whole, and whoever asks after a change gets what it brought."""
     versions = [random_adapter(root / "a4", root / f"{target.folder.name}-{i}", 8, seed=500 + i) for i in range(num_versions)]

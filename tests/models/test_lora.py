@@ -1,5 +1,6 @@
 """LoRA through the rank pages against PEFT in float32."""
 
+import math
 import shutil
 from pathlib import Path
 from typing import Any
@@ -9,7 +10,7 @@ import torch
 
 from loray.models.adapter import signature
 from loray.models.lora_groups import page_runs
-from loray.models.step import AdapterLoad
+from loray.models.step import AdapterLoad, Sampling
 from tests.models.conductor import Conductor, Output, Request, prompt_of
 from tests.models.tiny_llama import oracle, oracle_generate, save_adapter, save_llama
 
@@ -167,7 +168,7 @@ def test_neighbouring_pages_are_joined() -> None:
     assert page_runs([]) == ()
 
 
-def test_non_finite_adapters_harm_their_own_requests_only(base: Path, adapters: dict[int, Path], tmp_path: Path) -> None:
+def test_non_finite_adapters_show_and_harm_their_own_requests_only(base: Path, adapters: dict[int, Path], tmp_path: Path) -> None:
     from safetensors.torch import load_file, save_file
 
     folder = shutil.copytree(adapters[8], tmp_path / "infinite")
@@ -176,7 +177,10 @@ def test_non_finite_adapters_harm_their_own_requests_only(base: Path, adapters: 
     conductor, prompt = Conductor(base), prompt_of(20)
     conductor.load(folder, [0])
     expected = oracle_generate(oracle(base), prompt)
-    bad, good, _ = conductor.play([Request(prompt, [0]), Request(prompt), Request(prompt_of(40))])  # the longest one pads the others
+    drawn = Request(prompt, [0], Sampling(temperature=1.0, top_p=0.9, num_alternatives=2))
+    bad, good, _, worse = conductor.play(
+        [Request(prompt, [0]), Request(prompt), Request(prompt_of(40)), drawn]
+    )  # the longest one pads the others
     assert_same(good, expected)
-    assert all(abs(logprob) < 1e5 for logprob in bad.logprobs)
+    assert all(map(math.isnan, bad.logprobs + worse.logprobs))
     assert_same(conductor.generate(prompt), expected)  # in the blocks of the bad one
