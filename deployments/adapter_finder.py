@@ -12,6 +12,7 @@ from contextlib import AbstractContextManager, ExitStack, asynccontextmanager
 from typing import Protocol, TypeVar
 
 from loray.deployments.adapter_accounts import account_of, account_of_merge
+from loray.deployments.adapter_status import TierUse
 from loray.deployments.adapters import Adapter
 from loray.deployments.counting import counted
 from loray.deployments.errors import Overloaded
@@ -46,6 +47,8 @@ class Store(Protocol):
     def let_go(self, path: str) -> bool: ...
     def free(self, path: str) -> None: ...
     def disk_bytes(self, ref: AdapterRef, path: str = "") -> int: ...
+    def disk_use(self, ref: AdapterRef, path: str = "") -> TierUse: ...
+    def total_disk_use(self) -> TierUse: ...
     def is_private(self, ref: AdapterRef) -> bool: ...
     def is_stale(self, ref: AdapterRef) -> bool: ...
     def names(self) -> list[str]: ...
@@ -95,6 +98,16 @@ class AdapterFinder:
     def is_searching(self, ref: AdapterRef) -> bool:
         """Whether its source may be asked right now."""
         return any(running.adapter_id == ref.adapter_id for running in self._searches)
+
+    def searching(self) -> list[AdapterRef]:
+        """What is being downloaded, merged or looked for at its source right now."""
+        return list(self._searches)
+
+    async def ended(self, ref: AdapterRef) -> None:
+        """Returns when those searches for it are over that run now."""
+        searches = [search for running, search in self._searches.items() if running.adapter_id == ref.adapter_id]
+        if searches:
+            await asyncio.wait(searches)
 
     async def remove(self, ref: AdapterRef, path: str = "") -> None:
         """Delete what of it is on disk and may go."""

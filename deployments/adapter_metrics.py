@@ -126,7 +126,7 @@ class _StatusGauges(Collector):
         """Another version of one that is there counts too."""
         for tier, num_bytes in (("gpu", status.gpu_bytes), ("host", status.host_bytes), ("disk", status.disk_bytes)):
             self._resident[status.adapter_id, tier] += num_bytes
-        for tier, use in (("gpu", status.gpu_use), ("host", status.host_use)):
+        for tier, use in (("gpu", status.gpu_use), ("host", status.host_use), ("disk", status.disk_use)):
             key = (status.adapter_id, tier)
             self._uses[key] = self._uses.get(key, TierUse()) + use
 

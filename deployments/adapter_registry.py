@@ -200,5 +200,6 @@ def _together(one: AdapterStatus, other: AdapterStatus) -> AdapterStatus:
         last_used=max(one.last_used, other.last_used),
         gpu_use=one.gpu_use + other.gpu_use,
         host_use=one.host_use + other.host_use,
+        disk_use=one.disk_use + other.disk_use,
         error=one.error or other.error,
     )

@@ -19,7 +19,8 @@ import msgspec
 from loray.deployments.adapter_arrival import arrival, logged_load
 from loray.deployments.adapter_finder import AdapterFinder, Store
 from loray.deployments.adapter_records import AdapterRecord, AdapterRecords
-from loray.deployments.adapter_status import AdapterState, AdapterStatus
+from loray.deployments.adapter_report import AdapterReport
+from loray.deployments.adapter_status import AdapterStatus, TierUse
 from loray.deployments.adapter_template import adapter_template
 from loray.deployments.adapter_tiers import AdapterTiers
 from loray.deployments.adapter_use import AdapterUse
@@ -37,9 +38,9 @@ T = TypeVar("T")
 
 MAX_REMEMBERED = 10_000  # adapters whose use is counted
 NUM_LOADS = 4  # that wait for their arrival at once: what is on its way may take more room than it will need
-NUM_AT_ONCE = 400  # adapters that the engine is asked about between two steps: a millisecond
 NUM_LOOKED_AT = 16  # adapters, of those that may be forgotten, when there is a new one
 RETRY_S = 15.0  # between two tries to load what is pinned
+BEGUN_S = 0.2  # between finding an adapter and beginning with it
 SLOW_S = 20.0  # a search that takes longer is slow
 
 
@@ -49,7 +50,7 @@ class AdapterService:
         self._engine = engine
         self._folders = NeededFolders(store, lambda path: self._in_background(self._finder.free(path)))
         self._finder = AdapterFinder(store, max_waiting, self._folders.needed)
-        self._page_bytes = page_bytes
+        self._report = AdapterReport(store, engine, self._finder, page_bytes)
         self._loads = asyncio.Semaphore(NUM_LOADS)
         self._num_searches = 0
         self._uses: OrderedDict[AdapterRef, AdapterUse] = OrderedDict()  # least recently used first
@@ -164,24 +165,12 @@ class AdapterService:
                     self._wishes.records.pop(adapter_id)
 
     async def statuses(self) -> list[AdapterStatus]:
-        """Also of what is on disk alone, since an earlier process has used it: it takes room, and can be unloaded."""
-        uses, unloading = [*self._unloading, *self._uses.values()], set(self._unloading)
-        uses += [AdapterUse(ref, adapter) for ref, adapter in await self._finder.left_on_disk([use.ref for use in uses])]
-        disk = await self._finder.look(
-            lambda: [(self._store.disk_bytes(use.ref, use.path), self._store.is_private(use.ref)) for use in uses]
-        )
-        # Before the places: what is loaded by the time they come may be in none of them yet.
-        states: dict[AdapterUse, AdapterState] = {use: "loading" for use in uses if use.is_loading}
-        states.update(dict.fromkeys(unloading, "unloading"))
-        statuses = []
-        for start in range(0, len(uses), NUM_AT_ONCE):
-            part = slice(start, start + NUM_AT_ONCE)
-            places = await self._ask(partial(AdapterTiers.places, versions=[use.version for use in uses[part]]))
-            statuses += [
-                use.status(places.get(use.version), self._page_bytes, states.get(use), *facts)
-                for use, facts in zip(uses[part], disk[part], strict=True)
-            ]
-        return statuses
+        """Also of what is being found, and of what is on disk alone, since an earlier process has used it: all can be unloaded."""
+        return await self._report.statuses(list(self._uses.values()), list(self._unloading), self._key)
+
+    def disk_use(self) -> TierUse:
+        """Of all adapters."""
+        return self._store.total_disk_use()
 
     async def names(self) -> list[str]:
         return await self._finder.names()
@@ -235,14 +224,21 @@ class AdapterService:
         self._unpin(keys)
         uses = [self._uses.pop(key) for key in keys]
         if not any(use.adapter for use in uses) and not self._wishes.is_place_wanted(ref):
-            removal = self._finder.remove(ref)
-            return self._in_background(removal) if self._finder.is_searching(ref) else await removal  # it waits for a download of its own
+            return self._in_background(self._unload_found(ref)) if self._finder.is_searching(ref) else await self._finder.remove(ref)
         loop, wanted = asyncio.get_running_loop(), self._wishes.versions(self._uses)
         for use in uses:
             if use.adapter and use.version not in wanted:
                 self._unloading.append(use)
                 freed = partial(loop.call_soon_threadsafe, self._freed, use)
                 await self._ask(partial(AdapterTiers.unload, version=use.adapter.version, on_freed=freed))
+
+    async def _unload_found(self, ref: AdapterRef) -> None:
+        """One that is being found, once it is. Those who wait for it have begun by then, and are served."""
+        await self._finder.ended(ref)
+        await asyncio.sleep(BEGUN_S)
+        record = self._wishes.records.get(ref.adapter_id)
+        if not (record and record.is_loaded):
+            await self._unload(ref)
 
     def _freed(self, use: AdapterUse) -> None:
         """Or wanted again before its last request had ended; then its files stay."""

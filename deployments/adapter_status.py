@@ -39,4 +39,5 @@ class AdapterStatus(msgspec.Struct, frozen=True, kw_only=True):
     last_used: float  # seconds since 1970, 0 = never
     gpu_use: TierUse = msgspec.field(default_factory=TierUse)
     host_use: TierUse = msgspec.field(default_factory=TierUse)
+    disk_use: TierUse = msgspec.field(default_factory=TierUse)  # downloads and merges
     error: str = ""  # why the last load failed

@@ -21,6 +21,7 @@ from loray.deployments.adapter_files import AdapterFiles
 from loray.deployments.adapter_listing import AdapterListing
 from loray.deployments.adapter_room import ANY_ROOM, AdapterRoom
 from loray.deployments.adapter_sources import FILES, URL_SCHEMES, Offer, Place, Source, named, place_of
+from loray.deployments.adapter_status import TierUse
 from loray.deployments.adapters import Adapter
 from loray.deployments.config import AdapterArgs
 from loray.deployments.disk_cache import DiskCache, DiskFull, Entry, is_whole
@@ -156,6 +157,12 @@ class AdapterStore:
 
     def disk_bytes(self, ref: AdapterRef, path: str = "") -> int:
         return self._cache.num_bytes(self.place_key(ref, path))
+
+    def disk_use(self, ref: AdapterRef, path: str = "") -> TierUse:
+        return self._cache.uses.of(self.place_key(ref, path))
+
+    def total_disk_use(self) -> TierUse:
+        return self._cache.uses.total
 
     def is_private(self, ref: AdapterRef) -> bool:
         """Whether it is here and not for everybody."""

@@ -1,11 +1,20 @@
 """What a driver replica knows of one adapter id: its newest version, its requests, and the status that they make. Looks nothing up."""
 
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from loray.deployments.adapter_status import AdapterState, AdapterStatus, TierUse
 from loray.deployments.adapter_tiers import AdapterPlace
 from loray.deployments.adapters import Adapter
 from loray.deployments.request import AdapterRef
+
+
+class DiskPlace(NamedTuple):
+    """What of an adapter is on disk."""
+
+    num_bytes: int
+    is_private: bool
+    use: TierUse
 
 
 @dataclass(eq=False, slots=True)
@@ -28,9 +37,7 @@ class AdapterUse:
     def version(self) -> str:
         return self.adapter.version if self.adapter else ""
 
-    def status(
-        self, place: AdapterPlace | None, page_bytes: int, state: AdapterState | None, disk_bytes: int, is_private: bool
-    ) -> AdapterStatus:
+    def status(self, place: AdapterPlace | None, page_bytes: int, state: AdapterState | None, on_disk: DiskPlace) -> AdapterStatus:
         """`place` is its version's; `state` wins over what the place says."""
         return AdapterStatus(
             adapter_id=self.ref.adapter_id,
@@ -40,16 +47,17 @@ class AdapterUse:
             state=state or self._state(place),
             rank=self.adapter.rank if self.adapter else 0,
             is_pinned=bool(place and place.is_pinned),
-            is_private=is_private,
+            is_private=on_disk.is_private,
             gpu_bytes=place.num_pages * page_bytes if place else 0,
             host_bytes=place.host_bytes if place else 0,
-            disk_bytes=disk_bytes,
+            disk_bytes=on_disk.num_bytes,
             num_running=self.num_running,
             num_served=self.num_served,
             num_failed=self.num_failed,
             last_used=self.last_used,
             gpu_use=place.pool_use if place else TierUse(),
             host_use=place.host_use if place else TierUse(),
+            disk_use=on_disk.use,
             error=self.error,
         )
 

@@ -20,7 +20,9 @@ import msgspec
 
 from loray.deployments.adapter_files import content_hash
 from loray.deployments.adapter_sources import EXTRA_FILES, FILES
+from loray.deployments.adapter_status import TierUse
 from loray.deployments.node_locks import NodeLocks
+from loray.deployments.tier_uses import TierUses
 
 logger = logging.getLogger("ray.serve.loray")
 
@@ -57,6 +59,7 @@ class DiskCache:
         self._max_bytes = max_bytes
         self._is_clean = False
         self._cleaning = threading.Lock()
+        self.uses = TierUses()  # by key, of this process
 
     def entry(self, key: str) -> Entry | None:
         try:
@@ -119,13 +122,16 @@ class DiskCache:
 
     @contextmanager
     def staging(self, key: str, num_bytes: int = 0) -> Iterator[Path]:
-        """A folder to download into, for who is the only one of its key; room for num_bytes is made before. 0: `grow` makes it later."""
+        """A folder to download into, for who is the only one of its key and publishes it; room for num_bytes is made before.
+        0: `grow` makes it later."""
         self._clean()
         self._delete_partial(key)  # by a process that died
         folder = self._partial / f"{key}.0"
         folder.mkdir(parents=True)
+        started = time.monotonic()
         try:
             yield self.grow(folder, num_bytes) if num_bytes else folder
+            self.uses.add(key, TierUse(num_loads=1, load_seconds=time.monotonic() - started))
         finally:
             self._delete_partial(key)
 
@@ -199,6 +205,7 @@ class DiskCache:
             if excess <= 0:
                 return
             if self._delete(one.path):
+                self.uses.add(one.path.parent.name, TierUse(num_evictions=1))
                 logger.info("evicted %s from the disk cache: %d bytes", one.path.parent.name, one.num_bytes)
                 excess -= one.num_bytes
         if excess > 0:  # somebody holds since what was idle a moment ago

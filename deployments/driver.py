@@ -136,11 +136,16 @@ class Driver:
         return await self._adapters.chat_template(msgspec.msgpack.decode(adapter, type=AdapterRef))
 
     async def stats(self) -> dict[str, float]:
-        return self._engine.stats()
+        disk = self._adapters.disk_use()
+        return self._engine.stats() | {
+            "adapter_loads_disk_total": disk.num_loads,
+            "adapter_load_disk_seconds_total": disk.load_seconds,
+            "adapter_evictions_disk_total": disk.num_evictions,
+        }
 
     async def replica_stats(self) -> tuple[str, dict[str, float]]:
         """With this replica's id, for those who ask all replicas at once."""
-        return self._replica_id, self._engine.stats()
+        return self._replica_id, await self.stats()
 
     async def info(self) -> dict[str, Any]:
         return self._info

@@ -10,7 +10,7 @@ from typing import Any
 import msgspec
 import pytest
 
-from loray.deployments import adapter_service
+from loray.deployments import adapter_report, adapter_service
 from loray.deployments.adapter_records import AdapterChange, AdapterRecord, AdapterSet
 from loray.deployments.adapter_service import AdapterService
 from loray.deployments.adapter_status import AdapterStatus
@@ -584,7 +584,7 @@ def test_a_new_adapter_costs_the_same_however_many_are_remembered(service: Adapt
 def test_the_engine_is_asked_about_few_adapters_between_two_steps(
     service: AdapterService, root: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(adapter_service, "NUM_AT_ONCE", 2)
+    monkeypatch.setattr(adapter_report, "NUM_AT_ONCE", 2)
     asked: list[int] = []
     places = AdapterTiers.places
 

@@ -7,12 +7,14 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 
 from loray.deployments import adapter_service
 from loray.deployments.adapter_registry import merge_replicas
 from loray.deployments.adapter_service import AdapterService
 from loray.deployments.adapter_store import AdapterStore
+from loray.deployments.adapters import Adapter
 from loray.deployments.config import AdapterArgs
 from loray.deployments.errors import AdapterFailed
 from loray.deployments.request import AdapterRef
@@ -28,12 +30,18 @@ HELD_S = 5  # at most, so that a failing test ends
 
 
 class Store(AdapterStore):
-    """Removes nothing while its door is closed."""
+    """Removes nothing while its door is closed, and finds nothing while its source does not answer."""
 
     def __init__(self, url: str, cache: Path, disk_bytes: int) -> None:
         super().__init__(AdapterArgs(allowed_urls=[url], disk_bytes=disk_bytes), SHAPES, cache)
         self.door = threading.Event()
-        self.door.set()
+        self.source = threading.Event()
+        for event in (self.door, self.source):
+            event.set()
+
+    def find(self, ref: AdapterRef) -> Adapter:
+        self.source.wait(HELD_S)
+        return super().find(ref)
 
     def remove(self, ref: AdapterRef, path: str = "") -> None:
         self.door.wait(HELD_S)
@@ -90,6 +98,62 @@ def test_what_an_earlier_process_downloaded_is_listed_and_unloading_it_frees_the
         listed = AdapterRef(adapter_id=status.adapter_id, source=status.source, revision=status.revision)
         await ReplicaAdmin(service).change("unload", listed)
         assert await service.statuses() == [] and not world.files()
+
+    run(work())
+
+
+def test_a_download_that_a_request_has_begun_is_listed_and_can_be_unloaded(world: World) -> None:
+    async def work() -> None:
+        service, store = world.replica()
+        store.source.clear()
+        asking = asyncio.create_task(service.find(msgspec.structs.replace(world.ref, api_token="mine")))
+        while not (known := await service.statuses()):
+            await asyncio.sleep(0.01)
+        (status,) = known
+        assert (status.adapter_id, status.state, status.version) == (world.ref.adapter_id, "loading", "")
+        assert status.is_private, "nobody knows yet whether it is"
+        await ReplicaAdmin(service).change("unload", AdapterRef(adapter_id=status.adapter_id, source=status.source))
+        store.source.set()
+        adapter = await asking
+        running = await service._ask(lambda tiers: tiers.table.acquire(adapter))
+        while not service._unloading:
+            await asyncio.sleep(0.01)
+        await service._ask(lambda tiers: (tiers.table.release(running), tiers.free_unused(running)))
+        await settled(service)
+        assert await service.statuses() == [] and not world.files()
+
+    run(work())
+
+
+def test_what_is_wanted_again_while_it_is_found_is_not_unloaded(world: World) -> None:
+    async def work() -> None:
+        service, store = world.replica()
+        store.source.clear()
+        asking = asyncio.create_task(service.find(world.ref))
+        while not await service.statuses():
+            await asyncio.sleep(0.01)
+        admin = ReplicaAdmin(service)
+        await admin.change("unload", world.ref)
+        await admin.change("load", world.ref)
+        store.source.set()
+        await asking
+        await settled(service)
+        (status,) = await service.statuses()
+        assert status.state == "host" and len(world.files()) == 1
+
+    run(work())
+
+
+def test_downloads_and_evictions_are_counted_for_each_and_for_all(world: World) -> None:
+    async def work() -> None:
+        service, _ = world.replica(num_adapters=1)
+        await service.find(world.ref)
+        await service.find(world.save("other", seed=1))
+        await service.find(world.ref)
+        uses = {status.adapter_id.rpartition("/")[2]: status.disk_use for status in await service.statuses()}
+        assert {name: (use.num_loads, use.num_evictions) for name, use in uses.items()} == {"mine": (2, 1), "other": (1, 1)}
+        assert all(0 < use.load_seconds < 30 for use in uses.values())
+        assert service.disk_use() == uses["mine"] + uses["other"]
 
     run(work())
 

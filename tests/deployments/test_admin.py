@@ -133,6 +133,7 @@ def test_the_list_puts_replicas_together_and_shows_private_adapters(service: Ser
         "last_used": 0.0,
         "gpu_use": {"num_loads": 0, "load_seconds": 0.0, "num_evictions": 0},
         "host_use": {"num_loads": 0, "load_seconds": 0.0, "num_evictions": 0},
+        "disk_use": {"num_loads": 0, "load_seconds": 0.0, "num_evictions": 0},
         "error": "",
     }
 

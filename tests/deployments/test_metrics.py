@@ -242,13 +242,17 @@ def test_residency_is_told_by_tier_and_ends_with_an_unload() -> None:
 
 def test_loads_and_evictions_are_told_by_adapter_and_tier() -> None:
     backend = saying("")
-    uses = {"gpu_use": TierUse(num_loads=3, load_seconds=0.5, num_evictions=2), "host_use": TierUse(num_loads=1, load_seconds=2.0)}
+    uses = {
+        "gpu_use": TierUse(num_loads=3, load_seconds=0.5, num_evictions=2),
+        "host_use": TierUse(num_loads=1, load_seconds=2.0),
+        "disk_use": TierUse(num_loads=4, load_seconds=8.0, num_evictions=3),
+    }
     backend.statuses = {"replica": [status_of("pirate", "gpu", **uses), status_of("idle", "known", **uses)]}
     service = service_of(backend)
     generate(service, "pirate")
     text = send(service, "GET", "/metrics").text
     names = ("loads", "load_seconds", "evictions")
-    for tier, expected in (("gpu", [3, 0.5, 2]), ("host", [1, 2, 0])):
+    for tier, expected in (("gpu", [3, 0.5, 2]), ("host", [1, 2, 0]), ("disk", [4, 8, 3])):
         assert [value(text, f'loray_adapter_{name}_total{{adapter="pirate",tier="{tier}"}}') for name in names] == expected
     assert 'adapter="idle"' not in text
 

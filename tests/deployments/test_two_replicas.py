@@ -113,7 +113,7 @@ def test_a_replica_that_refuses_does_not_cut_the_stream_of_the_other() -> None:
         for running, waiting in [(1, 0), (1, 1), (1, 2)]:
             other = msgspec.msgpack.encode(request(f"other{waiting}"))
             replicas.calls.append(asyncio.create_task(replicas.second.submit(other, address.endpoint, address.public_key)))
-            while (stats := await replicas.second.stats())["running"] != running or stats["waiting"] != waiting:
+            while (stats := replicas.second._engine.stats())["running"] != running or stats["waiting"] != waiting:
                 await asyncio.sleep(0)
         collecting = asyncio.create_task(replicas.tokens(request()))
         await replicas.client.has_error.wait()
