@@ -18,6 +18,7 @@ from loray.deployments.app import build
 from loray.deployments.config import ServerArgs
 from loray.deployments.serve_transport import choose_grpc
 from loray.models.converted import cache_folder
+from tests.deployments.file_server import HubServer
 from tests.e2e.patience import PATIENCE_S
 from tests.models.tiny_llama import save_adapter, save_llama
 from tests.tiny_tokenizer import save_tiny_tokenizer, tiny_tokenizer
@@ -71,10 +72,20 @@ def own_cache(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
 
 
 @pytest.fixture(scope="session")
-def serve_url(own_cache: Path) -> Iterator[str]:
+def hub(tmp_path_factory: pytest.TempPathFactory) -> Iterator[HubServer]:
+    """What the cluster takes for the Hugging Face hub."""
+    server = HubServer(tmp_path_factory.mktemp("hub"))
+    yield server
+    server.close()
+
+
+@pytest.fixture(scope="session")
+def serve_url(own_cache: Path, hub: HubServer) -> Iterator[str]:
     os.environ["RAY_SERVE_QUEUE_LENGTH_RESPONSE_DEADLINE_S"] = "1"
     choose_grpc()
-    ray.init(address="local", include_dashboard=False, num_cpus=8, log_to_driver=False)
+    with pytest.MonkeyPatch.context() as environment:  # the cluster's alone
+        hub.stand_in(environment, own_cache / "hub")
+        ray.init(address="local", include_dashboard=False, num_cpus=8, log_to_driver=False)
     port = free_port()
     serve.start(http_options={"host": "127.0.0.1", "port": port})
     yield f"http://127.0.0.1:{port}"

@@ -18,6 +18,7 @@ import pytest
 from moto.server import ThreadedMotoServer
 
 from loray.models.adapter import CONFIG_FILE, WEIGHTS_FILE
+from tests.deployments.file_server import HubServer
 from tests.e2e.adapter_zoo import random_adapter
 from tests.e2e.conftest import App
 from tests.e2e.file_server import FileServer, serving
@@ -172,14 +173,39 @@ def test_an_adapter_in_s3_is_served_and_unloading_it_frees_all_three_tiers(app: 
     assert httpx.delete(f"{app.url}/admin/adapters/{by_url}", headers=ADMIN, timeout=PATIENCE_S).status_code == 200
 
 
-@pytest.mark.parametrize("strategy", ["linear", "ties"])
+def test_a_private_adapter_of_the_hub_is_for_those_alone_whose_token_may_read_it(
+    app: App, oracle: Oracle, hub: HubServer, tiny_adapters: Path
+) -> None:
+    shutil.copytree(tiny_adapters / "a8", hub.root / "org" / "secret")
+    shutil.copytree(tiny_adapters / "a4", hub.root / "org" / "open")
+    hub.readers["org/secret"] = {"hf_good"}
+
+    def answer(name: str, token: str = "") -> httpx.Response:
+        return app.post("/generate", body(name, adapter_source="hub", **({"api_token": token} if token else {})))
+
+    missing = answer("org/absent").text.replace("absent", "secret")
+    for _ in range(2):  # the second time it is on disk and in memory
+        for token in ("", "hf_bad"):
+            assert (refused := answer("org/secret", token)).status_code == 424 and refused.text == missing
+        response = answer("org/secret", "hf_good")
+        assert response.status_code == 200, response.text
+        assert_right(oracle, "a8", [token["id"] for token in response.json()["details"]["tokens"]])
+    response = answer("org/open")
+    assert_right(oracle, "a4", [token["id"] for token in response.json()["details"]["tokens"]])
+    assert adapters(app)["org/secret"]["is_private"] and not adapters(app)["org/open"]["is_private"]
+    for path in ("/v1/models", "/metrics"):
+        assert "secret" not in app.get(path).text
+    assert 'adapter="org/open"' in app.get("/metrics").text
+
+
+@pytest.mark.parametrize("strategy", ["linear", "ties", "dare_linear", "dare_ties"])
 def test_merged_adapters_are_what_peft_makes_of_them(app: App, tiny_model: Path, root: Path, strategy: str) -> None:
     random_adapter(root / "a4", root / f"same-{strategy}", 8, seed=77)
     parts, weights = {"a8": root / "a8", "same": root / f"same-{strategy}"}, [0.5, 1.5]
     expected = Oracle(tiny_model, parts)
-    kind = {"linear": {"combination_type": "cat"}, "ties": {"combination_type": "ties", "density": 0.5}}[strategy]
-    expected.add_weighted(list(parts), weights, "merged", **kind)
-    recipe = {"ids": ["a8", f"same-{strategy}"], "weights": weights, "merge_strategy": strategy, "density": 0.5}
+    density = 1.0 if "dare" in strategy else 0.5  # what DARE drops is drawn
+    expected.add_weighted(list(parts), weights, "merged", combination_type="cat" if strategy == "linear" else strategy, density=density)
+    recipe = {"ids": ["a8", f"same-{strategy}"], "weights": weights, "merge_strategy": strategy, "density": density}
     assert_right(expected, "merged", token_ids(app, merged_adapters=recipe))
     assert "merged" not in app.post("/generate", body(merged_adapters={**recipe, "ids": ["a8", "nobody"]})).text
 

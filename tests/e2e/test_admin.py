@@ -37,7 +37,8 @@ def root(tiny_adapters: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def app(start_app: Callable[..., Any], tiny_model: Path, root: Path) -> Iterator[App]:
-    args = {"model": {"id": str(tiny_model)}, "adapters": {"local_roots": [root]}, "api_keys": {"admin": "open"}}
+    args = {"model": {"id": str(tiny_model)}, "adapters": {"local_roots": [root], "max_waiting": 2}, "api_keys": {"admin": "open"}}
+    args["scheduler"] = {"max_running": 2}
     with start_app(NAME, **args, driver={"min_replicas": 2, "max_replicas": 2}) as app:
         yield app
 
@@ -147,9 +148,28 @@ def test_the_command_line_does_the_same(app: App, capsys: pytest.CaptureFixture[
     assert "pinned" in capsys.readouterr().out
     assert main(["adapters", "list", "--json", *options]) == 0
     assert "a20" in [adapter["adapter_id"] for adapter in json.loads(capsys.readouterr().out)["adapters"]]
+    for action, is_pinned in (("unpin", False), ("pin", True), ("reload", True)):
+        assert main(["adapters", action, "a20", "--json", *options]) == 0
+        assert [one["is_pinned"] for one in json.loads(capsys.readouterr().out)["adapters"]] == [is_pinned]
     assert main(["adapters", "unload", "a20", *options]) == 0
     assert main(["adapters", "load", "nobody", *options]) == 1
     assert "nobody" in capsys.readouterr().err
+
+
+def test_too_many_who_wait_for_one_adapter_are_asked_to_come_again_and_keep_nobody_else_waiting(app: App) -> None:
+    def answer(adapter_id: str, max_new_tokens: int) -> httpx.Response:
+        parameters = {"adapter_id": adapter_id, "max_new_tokens": max_new_tokens, "ignore_eos_token": True}
+        return app.post("/generate", {"inputs": PROMPT, "parameters": parameters})
+
+    with ThreadPoolExecutor(30) as clients:
+        flood = [clients.submit(answer, "a8", 300) for _ in range(28)]
+        others = [clients.submit(answer, "a4", 8) for _ in range(2)]
+        answers = [call.result() for call in flood]
+        assert [call.result().status_code for call in others] == [200] * 2
+    refused = [answer for answer in answers if answer.status_code != 200]
+    assert 0 < len(refused) < len(answers)
+    for answer in refused:
+        assert answer.status_code == 429 and int(answer.headers["Retry-After"]) > 0 and "a8" in answer.json()["error"]
 
 
 @pytest.mark.parametrize(
