@@ -123,7 +123,7 @@ def measure(folder: Path, has_adapters: bool) -> list[dict[str, object]]:
         results.append({"lora": has_adapters, **fields})
         print(json.dumps(results[-1]), flush=True)
 
-    note(ready_s=round(bench.ready_s, 1), weights_s=round(bench.report.load_seconds, 1))
+    note(ready_s=round(bench.ready_s, 1), weights_s=round(bench.report.load_seconds, 1), attention=bench.report.attention)
     for case in cases(has_adapters):
         note(rows=case.rows, adapters=case.adapters, ranks=case.ranks, step_ms=round(bench.step_ms(case), 3))
     for rows in PREFILL_ROWS:

@@ -24,11 +24,11 @@ BLOCK = 16
 class Decoding:
     """Rows that have their prompts computed, and decode step by step."""
 
-    def __init__(self, folder: Path, max_running: int, **flags: bool) -> None:
+    def __init__(self, folder: Path, max_running: int, num_pages: int = POOL_PAGES, **flags: bool) -> None:
         """flags: of the runner."""
         model, self._adapters = make(folder)
         self.runner = Runner(model, Parallel(), torch.device("cuda", 0), torch.bfloat16, max_running, 4096, BLOCK, **flags)
-        self.runner.allocate(max_running * 64, POOL_PAGES)
+        self.runner.allocate(max_running * 64, num_pages)
         self._step_id = 0
 
     def begin(self, case: Case, sampling: Sampling | None = None) -> None:
@@ -85,16 +85,18 @@ def main() -> None:
     parser.add_argument("--folder", type=Path, default=Path("/dev/shm/loray"))
     parser.add_argument("--rows", type=int, default=32)
     parser.add_argument("--adapters", type=int, nargs="+", default=[0, 8, 32])
+    parser.add_argument("--no-lora", action="store_true", help="no room for adapters on the server")
     parser.add_argument("--out", type=Path)
     arguments = parser.parse_args()
-    results = environment("python -m benchmarks.gpu_profile --out FILE")
-    decoding = Decoding(arguments.folder, arguments.rows)
-    for count in arguments.adapters:
+    results = environment("python -m benchmarks.gpu_profile" + " --no-lora" * arguments.no_lora + " --out FILE")
+    decoding = Decoding(arguments.folder, arguments.rows, 0 if arguments.no_lora else POOL_PAGES)
+    for count in [0] if arguments.no_lora else arguments.adapters:
         case = Case(arguments.rows, count)
         decoding.begin(case)
         milliseconds, times = step_ms(decoding), kernels(decoding)
         results[f"{case.rows} rows, {case.adapters} adapters"] = {
             "ms a step": round(milliseconds, 3),
+            "ms of all kernels": round(times.total(), 3),
             "ms of each kernel and its launches": {name: round(spent, 3) for name, spent in times.most_common(16)},
         }
         print(f"{case.rows} rows, {case.adapters} adapters: {milliseconds:.3f} ms a step, {times.total():.3f} ms of kernels")

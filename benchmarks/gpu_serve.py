@@ -14,7 +14,7 @@ import tempfile
 import threading
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -80,8 +80,11 @@ async def clients(url: str, num_requests: int, run: str) -> float:
 
 
 def through_http(model: Path) -> dict[str, Any]:
-    started = time.perf_counter()
-    with cluster() as url, serving(Served(model, "cuda", "auto"), ingress={"min_replicas": NUM_INGRESSES, "max_replicas": NUM_INGRESSES}):
+    ingress, started = {"min_replicas": NUM_INGRESSES, "max_replicas": NUM_INGRESSES}, time.perf_counter()
+    with ExitStack() as running:
+        url = running.enter_context(cluster())
+        cluster_s = time.perf_counter() - started
+        running.enter_context(serving(Served(model, "cuda", "auto"), ingress=ingress))
         ready_s = time.perf_counter() - started
         asyncio.run(clients(url, NUM_STREAMS, "w"))
         utilisation = Utilisation()
@@ -90,6 +93,7 @@ def through_http(model: Path) -> dict[str, Any]:
     idle = round(1 - statistics.mean(utilisation.samples), 3)
     return {
         "start_to_ready_s": round(ready_s, 1),
+        "of_which_ray_and_serve_s": round(cluster_s, 1),
         "http_tokens_per_s": round(max(rates)),
         "http_tokens_per_s_of_all_runs": [round(rate) for rate in rates],
         "gpu_idle_share": idle,

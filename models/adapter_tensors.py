@@ -16,6 +16,7 @@ from loray.models.hosted_linear import HostedLinear
 from loray.models.linear import Linear, Projection
 from loray.models.vocabulary import Embedding, Head
 
+MAX_ELEMENTS_OF_GPU = 1 << 24  # of which it has a few copies in float32 at once
 MAX_ELEMENTS_AT_ONCE = 32767  # from 32768 on torch shares an operation out among threads, which decoding needs
 MAX_DISTANCE = 0.004  # of a copy's row from the base model's, in its length: rounding to another half precision, no more
 
@@ -53,7 +54,8 @@ class RankAdapter:
 
     @property
     def num_bytes(self) -> int:
-        return self.values.nbytes + sum(vector.nbytes for vector in self.vectors.values())
+        """Of the host, and on a GPU of what is kept there for as long."""
+        return self.values.nbytes + sum(tensor.nbytes for tensor in (*self.vectors.values(), *self.squares.values()))
 
     def matrices(self, device: torch.device) -> dict[tuple[str, str], Tensor]:
         """Views of one copy on the device: A [rank, inputs], scale * B^T [rank, outputs] and rows of trained tokens."""
@@ -166,7 +168,7 @@ def _check_copy(tensor: Tensor, name: str, layer: Layer) -> None:
     """PEFT puts it in the place of the base model's weight, so it must be that."""
     assert isinstance(layer, Embedding | Head), "only the embedding and the head are saved beside their LoRA"
     own, copy = layer.own_weight(), tensor[layer.part.slice]
-    num_rows = len(own) if own.is_cuda else max(1, MAX_ELEMENTS_AT_ONCE // copy.shape[1])
+    num_rows = max(1, (MAX_ELEMENTS_OF_GPU if own.is_cuda else MAX_ELEMENTS_AT_ONCE) // copy.shape[1])
     is_near = torch.ones((), dtype=torch.bool, device=own.device)
     for own_rows, rows in zip(own.split(num_rows), copy.split(num_rows), strict=True):
         rows = rows.to(own.device, torch.float32)

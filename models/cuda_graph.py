@@ -61,15 +61,20 @@ class DecodeGraphs:
         self._output: DecodeOutput | None = None  # of them all, [max_rows] each: logits of their own would take a gigabyte
 
     @no_garbage_collected()
-    def capture(self, has_lora: bool, on_any_rank: Callable[[list[bool]], list[bool]]) -> bool:
+    def capture(
+        self, has_lora: bool, all_fit: Callable[[Callable[[], object]], bool], on_any_rank: Callable[[list[bool]], list[bool]]
+    ) -> bool:
         """Whether there was room. All ranks stop at the same graph, whatever the reason and whichever rank has it.
 
-        has_lora: whether there are rank pages at all; on_any_rank: for each flag whether it is set on some rank."""
+        has_lora: whether there are rank pages at all; all_fit: does a thing apart from the other ranks and says whether no rank ran out
+        of memory; on_any_rank: for each flag whether it is set on some rank."""
         started = time.monotonic()
         wanted = [(size, lora) for size in reversed(self._sizes) for lora in ((False, True) if has_lora else (False,))]
         pool = torch.cuda.graph_pool_handle()
         for size, lora in with_progress(wanted, "capturing decodes", "graph"):
-            is_there = fits(partial(self._capture, size, lora, pool))
+            if not all_fit(partial(self._run, size, lora)):
+                return False
+            is_there = fits(partial(self._capture, size, lora, pool))  # while it is captured nothing runs, so nobody waits
             is_full, is_late = on_any_rank([not is_there, time.monotonic() - started > CAPTURE_S])
             if is_full:
                 return False

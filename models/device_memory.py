@@ -7,6 +7,8 @@ from contextlib import contextmanager
 import torch
 from torch import Tensor
 
+from loray.models.parallel import Parallel
+
 # What CUDA, cuBLAS, x86's and ARM's allocators say.
 OUT_OF_MEMORY = "out of memory", "CUBLAS_STATUS_ALLOC_FAILED", "can't allocate memory", "not enough memory"
 
@@ -33,6 +35,13 @@ def fits(work: Callable[[], object]) -> bool:
             raise
         return False
     return True
+
+
+def all_fit(parallel: Parallel, device: torch.device, work: Callable[[], object]) -> bool:
+    """Does it, apart from the other ranks: one that ran out would keep them waiting for its part of a sum. Whether no rank ran out."""
+    with parallel.apart():
+        is_short = not fits(work)
+    return not parallel.any_rank([is_short], device)[0]
 
 
 @contextmanager

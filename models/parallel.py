@@ -1,5 +1,7 @@
 """The collectives of one tensor-parallel group. Knows nothing of layers; with one rank it never touches torch.distributed."""
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 
 import torch
@@ -9,11 +11,21 @@ from torch import Tensor
 from loray.models.shards import cut
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class Parallel:
     rank: int = 0
     world_size: int = 1
     group: dist.ProcessGroup | None = None  # None = the default group, or nobody to meet
+    _is_apart: bool = False
+
+    @contextmanager
+    def apart(self) -> Iterator[None]:
+        """Within it this rank waits for no other: what it sums and gathers has the right shapes, but is its own alone."""
+        self._is_apart = True
+        try:
+            yield
+        finally:
+            self._is_apart = False
 
     @property
     def is_alone(self) -> bool:
@@ -22,7 +34,7 @@ class Parallel:
 
     def all_reduce(self, x: Tensor) -> Tensor:
         """x becomes the sum of every rank's x, in place."""
-        if not self.is_alone:
+        if not (self.is_alone or self._is_apart):
             dist.all_reduce(x, group=self.group)
         return x
 
@@ -34,7 +46,11 @@ class Parallel:
         padded = x.new_zeros(x.shape[0], max(sizes))
         padded[:, : x.shape[1]] = x
         parts = [torch.empty_like(padded) for _ in sizes]
-        dist.all_gather(parts, padded, group=self.group)
+        if self._is_apart:
+            for part in parts:
+                part.copy_(padded)
+        else:
+            dist.all_gather(parts, padded, group=self.group)
         return torch.cat([part[:, :size] for part, size in zip(parts, sizes, strict=True)], dim=1)
 
     def any_rank(self, flags: list[bool], device: torch.device) -> list[bool]:

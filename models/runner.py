@@ -2,7 +2,6 @@
 
 import logging
 import time
-from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -23,7 +22,7 @@ from loray.models.born_on import born_on
 from loray.models.converted import cache_folder
 from loray.models.cuda_graph import CAPTURED, DecodeGraphs, DecodeOutput
 from loray.models.decode_inputs import DecodeInputs
-from loray.models.device_memory import fits, free_bytes, release, weights_fit
+from loray.models.device_memory import all_fit, free_bytes, release, weights_fit
 from loray.models.device_support import check_device
 from loray.models.grammar_masks import GrammarMasks
 from loray.models.kv_cache import FLOAT8, KVCache
@@ -80,7 +79,7 @@ class Runner:
             release(device)  # the weights as they were read
         self._load_seconds = time.perf_counter() - started
         self._vocab_size = int(config.get_text_config().vocab_size)
-        self._parallel = parallel
+        self._parallel, self._all_fit = parallel, partial(all_fit, parallel, device)
         self._device, self._dtype, self._block_size = device, dtype, block_size
         self._lora = LoraPool(self._model, parallel)
         self.host_adapters = self._lora.host
@@ -123,8 +122,8 @@ class Runner:
         with born_on(self._device, self._dtype), torch.inference_mode():
             if not self._all_fit(partial(self._lora.allocate, num_pages)):
                 raise MemoryError(f"there is no room for {num_pages} rank pages of {self._lora.page_bytes} bytes; lower adapters.gpu_bytes")
-            if self._has_float8_cache and not self._all_fit(self._measure_scales):
-                raise MemoryError("there is no room for the prompt that the float8 cache is fitted to; lower adapters.gpu_bytes")
+            if self._has_float8_cache:
+                self._measure_scales()
         while not self._has_room(num_blocks, num_pages):
             fewer = int(num_blocks * FEWER_BLOCKS)
             logger.warning("out of memory with %d KV blocks: trying %d; a lower kv_cache.memory_fraction avoids this", num_blocks, fewer)
@@ -138,19 +137,17 @@ class Runner:
         with born_on(self._device, self._dtype), torch.inference_mode():
             has_room = self._all_fit(partial(self._make_pools, num_blocks))
             if has_room and self._graphs:
-                has_room = self._graphs.capture(num_pages > 0, lambda flags: self._parallel.any_rank(flags, self._device))
+                has_room = self._graphs.capture(num_pages > 0, self._all_fit, partial(self._parallel.any_rank, device=self._device))
         if has_room and self._table:
             sizes = len(self._tokens) - 1, self._tokens.shape[1] - 1, self._max_batch_tokens, self._block_size
             steps = warm_up_steps(StepLimits(*sizes, num_blocks, num_pages))
             has_room = all(self._all_fit(partial(self.execute, step)) for step in steps)
+            for step in steps if has_room and not self._parallel.is_alone else ():
+                self.execute(step)  # what carries the sums takes memory too, when it is first used
         if not has_room:
             self._kv_cache = self._graphs = self._recorded = self._last = None
             release(self._device)
         return has_room
-
-    def _all_fit(self, work: Callable[[], object]) -> bool:
-        """Whether no rank ran out of memory."""
-        return not self._parallel.any_rank([not fits(work)], self._device)[0]
 
     def _make_pools(self, num_blocks: int) -> None:
         self._kv_cache = cache = self._make_cache(num_blocks, self._scales)
@@ -186,7 +183,7 @@ class Runner:
             batch = self._planner.batch(lay_out(step.rows, self._slots, self._block_size))
             return self._model.logits(self._model.hidden(batch, cache.layers)[-self._block_size :], batch)
 
-        self._scales = measured_scales(make, last_logits)
+        self._scales = measured_scales(make, last_logits, self._all_fit)
 
     def _decode(self, batch: Batch) -> DecodeOutput:
         assert self._kv_cache is not None

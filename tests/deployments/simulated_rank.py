@@ -43,7 +43,7 @@ class SimulatedRank:
         self.embeddings: list[list[float]] = []  # of the step that runs
         self.prompt_logprobs: dict[int, list[float]] = {}  # by slot, as far as they are computed
         self.bad_paths: set[str] = set()
-        self.overflowing: set[str] = set()  # adapters with which no number is finite; "" = the base model
+        self.overflowing: set[str] = set()  # adapters with which log-probabilities are NaN and embeddings end in inf; "" = the base model
         self.steps: list[Step] = []
 
     def execute(self, step: Step) -> StepResult:
@@ -101,8 +101,8 @@ class SimulatedRank:
         if not samples:
             return None
         if self.slots[slot].pooling:
-            first = float("inf") if adapter in self.overflowing else self.sums[slot] / end
-            self.embeddings.append([first, float(next_token(adapter, tokens[:end]))])
+            last = float("inf") if adapter in self.overflowing else float(next_token(adapter, tokens[:end]))
+            self.embeddings.append([self.sums[slot] / end, last])
             return None
         tokens.append(next_token(adapter, tokens[:end]))
         return tokens[-1]

@@ -85,6 +85,7 @@ class Server:
 
     def plan(self) -> Plan | None:
         plan = self.scheduler.schedule()
+        assert self.scheduler._preempted.isdisjoint(self.scheduler.running), "who runs again waits no more"
         if plan:
             self.in_flight.append((plan, Step(0, list(plan.loads.values()), plan.admissions, list(plan.rows.values()))))
         return plan
@@ -110,6 +111,6 @@ class Server:
         raise AssertionError("the scheduler never comes to rest")
 
     def assert_empty(self) -> None:
-        assert not self.scheduler.running and not self.scheduler.waiting
+        assert not self.scheduler.running and not self.scheduler.waiting and not self.scheduler._preempted
         assert self.scheduler.blocks.num_used == 0
         assert self.scheduler.adapters.num_references == 0

@@ -3,9 +3,13 @@ import time
 
 import pytest
 
+from loray.deployments import deadlines as module
 from loray.deployments.deadlines import MAX_SURPLUS, Deadlines, in_time, seconds_left
 from loray.deployments.errors import DeadlineExceeded
+from tests.deployments.rank_in_process import RankInProcess, start_engine
 from tests.deployments.scripted_backend import run
+from tests.deployments.simulated_rank import greedy
+from tests.deployments.test_engine import Client
 
 
 def test_the_earliest_comes_first_and_only_when_it_is_due() -> None:
@@ -25,6 +29,29 @@ def test_requests_that_ended_in_time_take_no_room_for_long() -> None:
         deadlines.forget_ended({str(i): None})
         assert len(deadlines._heap) <= MAX_SURPLUS + 2
     assert list(deadlines.pop_due(1000))[0] == "999"
+
+
+def test_the_engine_keeps_few_deadlines_of_requests_that_ended_in_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "MAX_SURPLUS", 2)
+    engine = start_engine(RankInProcess())
+    client = Client(engine)
+    for i in range(20):
+        client.submit(str(i), [1], max_new_tokens=1, deadline_s=600)
+        client.finish(str(i))
+    assert engine.call(lambda tiers: len(engine._deadlines._heap)).result(5) < 10
+
+
+def test_a_request_is_not_ended_by_the_deadline_of_an_earlier_one_with_its_id() -> None:
+    steps = RankInProcess()
+    engine = start_engine(steps)
+    client = Client(engine)
+    client.submit("r", [1], deadline_s=600)
+    client.finish("r")
+    steps.gate.clear()
+    client.submit("r", [1], deadline_s=6000)
+    engine.call(lambda tiers: engine._end_late(time.monotonic() + 3000)).result(5)
+    steps.gate.set()
+    assert client.tokens("r") == greedy("", [1], 8)
 
 
 def test_what_is_left_of_a_limit_is_never_none_at_all() -> None:

@@ -315,6 +315,22 @@ def test_an_adapter_that_can_not_be_loaded_fails_its_own_requests_alone(client: 
     assert client.tokens("4") == greedy("bad", [1], 8)
 
 
+def test_of_two_adapters_that_come_with_one_step_the_one_that_can_not_be_loaded_fails(
+    client: Client, steps: RankInProcess, engine: Engine
+) -> None:
+    steps.rank.bad_paths = {"bad"}
+    steps.slow_paths = {"good", "bad"}
+    good, bad = Adapter("good", "good", "good", 1), Adapter("bad", "bad", "bad", 1)
+    client.submit("good", [1], adapter=good)
+    client.submit("bad", [1], adapter=bad)
+    client.submit("base", [1])
+    client.finish("base")
+    engine.call(lambda tiers: (steps.prepare(good.host_copy), steps.prepare(bad.host_copy)))  # so that no turn comes between them
+    assert client.finish("bad")[-1].error == "AdapterFailed"
+    assert client.tokens("good") == greedy("good", [1], 8)
+    assert [[load.path for load in step.loads] for step in steps.rank.steps if step.loads] == [["good", "bad"]]
+
+
 def test_an_ingress_that_is_gone_stops_nobody(client: Client, engine: Engine) -> None:
     ended = threading.Event()
     request = GenerationRequest(request_id="lost", prompt_ids=[1], max_new_tokens=20, sampling=Sampling())
@@ -353,16 +369,32 @@ def test_a_load_that_fails_after_the_client_left_harms_nobody(client: Client, st
     assert client.tokens("x") == greedy("x", [1], 8) and client.tokens("y") == greedy("y", [1], 8)
 
 
-def test_pending_work_without_results_counts_as_a_stall(client: Client, steps: RankInProcess, engine: Engine) -> None:
+def test_pending_work_without_results_counts_as_a_stall_and_the_idle_time_before_it_does_not(
+    client: Client, steps: RankInProcess, engine: Engine
+) -> None:
     assert engine.seconds_stalled() == 0
+    engine._last_progress -= 3600
     steps.gate.clear()
     client.submit("r", [1])
+    wait_for_steps(steps, 1)
+    assert engine.seconds_stalled() < 600
     deadline = time.monotonic() + 5
     while engine.seconds_stalled() < 0.1:
         assert time.monotonic() < deadline
         time.sleep(0.01)
     steps.gate.set()
     client.finish("r")
+
+
+def test_requests_that_only_wait_for_an_adapter_are_no_stall(client: Client, steps: RankInProcess, engine: Engine) -> None:
+    steps.slow_paths = {"slow"}
+    slow = Adapter("slow", "slow", "slow", 1)
+    client.submit("waits", [1], adapter=slow)
+    client.submit("runs", [1])
+    client.finish("runs")
+    assert not client.ended["waits"].is_set() and engine.seconds_stalled() == 0
+    steps.prepare(slow.host_copy)
+    assert client.tokens("waits") == greedy("slow", [1], 8)
 
 
 def test_an_adapter_that_is_being_read_holds_up_nobody_but_its_own(client: Client, steps: RankInProcess) -> None:

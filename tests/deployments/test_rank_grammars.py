@@ -99,3 +99,13 @@ def test_a_request_waits_for_its_grammar_and_holds_up_no_other() -> None:
     steps.compile(b"a dead end")
     assert client.finish("slow")[-1].message == "a dead end", "the rank was asked to follow it"
     assert steps.compiled == [b"a dead end"]
+
+
+def test_the_grammar_of_a_request_that_has_ended_makes_room_for_the_next(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "MAX_BYTES", 1)
+    steps = RankInProcess()
+    client = Client(start_engine(steps))
+    for grammar in (b"a dead end", b"no vocabulary"):
+        client.submit(grammar.decode(), [1, 2], sampling=Sampling(grammar=grammar))
+        assert client.finish(grammar.decode())[-1].message == grammar.decode()
+    assert [key for step in steps.rank.steps for key in step.dropped_grammars][0] == grammar_key(b"a dead end")

@@ -241,6 +241,31 @@ def test_a_preempted_sequence_waits_for_its_tokens_that_are_on_their_way() -> No
     server.assert_empty()
 
 
+def test_a_preempted_sequence_keeps_the_moments_of_its_first_slot_and_its_first_token() -> None:
+    server = Server(num_blocks=4)
+    server.add([1] * 4, 12)
+    young = server.add([2] * 4, 12)
+    server.turn()
+    moments = young.queue_s, young.first_token_at
+    assert all(moments) and young.num_output == 1
+    server.run()
+    admitted = [admission.num_output for step in server.rank.steps for admission in step.admissions if admission.token_ids[0] == 2]
+    assert len(admitted) > 1, "it was preempted"
+    assert (young.queue_s, young.first_token_at) == moments
+
+
+def test_a_preempted_sequence_that_is_aborted_leaves_nothing_behind() -> None:
+    server = Server(num_blocks=4)
+    server.add([1] * 4, 12)
+    young = server.add([2] * 4, 12)
+    while young.slot is not None or not server.in_flight:
+        assert server.plan()
+    assert server.scheduler._preempted == {young}
+    server.scheduler.finish(young)
+    server.run()
+    server.assert_empty()
+
+
 def test_a_step_in_which_an_adapter_gives_way_admits_none_of_its() -> None:
     server = Server(num_blocks=5)
     server.add([1] * 4, 16)

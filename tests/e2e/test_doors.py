@@ -172,6 +172,16 @@ def test_blocks_are_free_again_when_the_client_leaves(app: App) -> None:
     assert re.search(r"^loray_driver_kv_blocks_used\{replica=\"\w+\"\} 0\.0$", app.get("/metrics").text, re.MULTILINE)
 
 
+@pytest.mark.parametrize("is_streamed", [True, False])
+def test_blocks_are_free_again_when_a_handles_call_is_cancelled(app: App, is_streamed: bool) -> None:
+    handle, long = serve.get_app_handle("loray"), body("a8", max_new_tokens=1500, ignore_eos_token=True)
+    before = app.wait_until_idle()["generated_tokens_total"]
+    call = handle.options(stream=True).generate_stream.remote(long) if is_streamed else handle.generate.remote(long)
+    app.wait_until(lambda stats: stats["running"] == 1 and stats["generated_tokens_total"] > before)
+    call.cancel()
+    assert app.wait_until_idle()["generated_tokens_total"] - before < 1500
+
+
 def test_whoever_leaves_before_anything_came_has_nothing_computed_to_the_end(app: App) -> None:
     """At any moment on the way to the engine: Serve cancels what it has begun of a request, piece by piece."""
     num_clients, num_new = 60, 1500

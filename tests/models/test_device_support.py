@@ -4,19 +4,24 @@ import logging
 import mmap
 import resource
 from contextlib import nullcontext
+from functools import partial
 from pathlib import Path
 
 import pytest
 import torch
+from torch import Tensor
 
 from loray.models import causal_lm as causal_lm_module
-from loray.models import device_support
+from loray.models import cuda_graph, device_support
 from loray.models import runner as runner_module
+from loray.models.batch import Batch
 from loray.models.causal_lm import CausalLMRunner
 from loray.models.cuda_graph import DecodeGraphs
 from loray.models.decode_inputs import DecodeInputs
-from loray.models.device_memory import claimed, fits
+from loray.models.device_memory import all_fit, claimed, fits
 from loray.models.device_support import UnsupportedDevice, check_gpu
+from loray.models.kv_cache import KVCache
+from loray.models.llama import LlamaMLP
 from loray.models.parallel import Parallel
 from loray.models.runner import Runner
 from loray.models.step import Step, StepResult
@@ -72,10 +77,10 @@ def test_where_the_rank_pages_do_not_fit_the_setting_is_named(base: Path) -> Non
 
 
 def test_where_the_prompt_for_the_float8_scales_does_not_fit_the_setting_is_named(base: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def measured(*_: object) -> None:
+    def largest(self: KVCache) -> Tensor:
         raise out_of_memory()
 
-    monkeypatch.setattr(runner_module, "measured_scales", measured)
+    monkeypatch.setattr(KVCache, "largest", largest)
     with pytest.raises(MemoryError, match=r"no room for the prompt that the float8 cache is fitted to; lower adapters\.gpu_bytes"):
         Runner(base, Parallel(), torch.device("cpu"), torch.float32, 4, 128, has_float8_cache=True).allocate(8, 8)
 
@@ -169,10 +174,35 @@ def test_where_one_rank_has_no_room_for_the_first_steps_all_have_fewer_blocks(ba
     assert ThreadGroup(2).run(allocated) == [90, 90]
 
 
+def test_where_one_rank_runs_out_within_a_step_no_other_waits_for_it(base: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(runner_module, "uses_triton", lambda device: True)
+    runners: dict[int, Runner] = {}
+    forward = LlamaMLP.forward
+
+    def forward_few(self: LlamaMLP, x: Tensor, batch: Batch) -> Tensor:
+        cache = runners[1]._kv_cache if self.down_proj._parallel.rank == 1 else None
+        if cache and len(cache.layers[0].blocks) > 95:
+            raise out_of_memory()
+        return forward(self, x, batch)
+
+    monkeypatch.setattr(LlamaMLP, "forward", forward_few)
+
+    def allocated(parallel: Parallel) -> int:
+        runners[parallel.rank] = Runner(base, parallel, torch.device("cpu"), torch.float32, 4, 128)
+        return runners[parallel.rank].allocate(100, 8)
+
+    assert ThreadGroup(2).run(allocated) == [90, 90]
+
+
 class ShortOfMemory(DecodeGraphs):
-    """Captures nothing, and may run out of memory at one size."""
+    """Captures nothing, and may run out of memory at one size, as it is tried or captured."""
 
     full_at: tuple[int, bool] | None = None
+    tried_full_at: tuple[int, bool] | None = None
+
+    def _run(self, size: int, lora: bool) -> None:
+        if (size, lora) == self.tried_full_at:
+            raise out_of_memory()
 
     def _capture(self, size: int, lora: bool, pool: object) -> None:
         if (size, lora) == self.full_at:
@@ -180,22 +210,28 @@ class ShortOfMemory(DecodeGraphs):
         self._graphs[size, lora] = object()  # type: ignore[assignment]
 
 
+def captures(graphs: DecodeGraphs, parallel: Parallel) -> bool:
+    device = torch.device("cpu")
+    return graphs.capture(True, partial(all_fit, parallel, device), partial(parallel.any_rank, device=device))
+
+
+@pytest.mark.parametrize("when", ["full_at", "tried_full_at"])
 @pytest.mark.parametrize(("full_at", "num_there"), [((512, False), 0), ((64, True), 25), ((1, True), 45), (None, 46)])
 def test_all_ranks_stop_capturing_where_one_runs_out_of_memory(
-    full_at: tuple[int, bool] | None, num_there: int, monkeypatch: pytest.MonkeyPatch
+    full_at: tuple[int, bool] | None, num_there: int, when: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(torch.cuda, "graph_pool_handle", lambda: None)
 
     def captured(parallel: Parallel) -> tuple[bool, int, list[bool]]:
         device = torch.device("cpu")
         graphs = ShortOfMemory(DecodeInputs(512, torch.zeros(5, 9), torch.zeros(5, 2)), lambda batch: pytest.fail("nothing is run"))
-        graphs.full_at = full_at if parallel.rank == 1 else None
-        has_room = graphs.capture(True, lambda flags: parallel.any_rank(flags, device))
+        setattr(graphs, when, full_at if parallel.rank == 1 else None)
+        has_room = captures(graphs, parallel)
         return has_room, len(graphs._graphs), parallel.any_rank([parallel.rank == 0, False], device)
 
     first, second = ThreadGroup(2).run(captured)
     is_whole = full_at is None
-    assert first == (is_whole, num_there + (not is_whole), [True, False])
+    assert first == (is_whole, num_there + (when == "full_at" and not is_whole), [True, False])
     assert second == (is_whole, num_there, [True, False])
 
 
@@ -204,13 +240,20 @@ def test_where_one_rank_is_late_all_have_the_same_graphs(monkeypatch: pytest.Mon
 
     def captured(parallel: Parallel) -> int:
         graphs = ShortOfMemory(DecodeInputs(512, torch.zeros(5, 9), torch.zeros(5, 2)), lambda batch: pytest.fail("nothing is run"))
-        flags = iter([False] * 6 + [parallel.rank == 1])
-        assert graphs.capture(True, lambda given: parallel.any_rank([given[0], next(flags)], torch.device("cpu")))
+        flags, device = iter([False] * 6 + [parallel.rank == 1]), torch.device("cpu")
+        assert graphs.capture(True, partial(all_fit, parallel, device), lambda given: parallel.any_rank([given[0], next(flags)], device))
         return len(graphs._graphs)
 
     with caplog.at_level(logging.WARNING, "loray.graphs"):
         assert ThreadGroup(2).run(captured) == [7, 7]
     assert "decodes were left out" in caplog.text
+
+
+def test_capturing_ends_when_its_time_is_over(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "graph_pool_handle", lambda: None)
+    monkeypatch.setattr(cuda_graph, "CAPTURE_S", 0.0)
+    graphs = ShortOfMemory(DecodeInputs(512, torch.zeros(5, 9), torch.zeros(5, 2)), lambda batch: pytest.fail("nothing is run"))
+    assert captures(graphs, Parallel()) and len(graphs._graphs) == 1
 
 
 def test_an_error_that_came_of_running_out_of_memory_counts_as_that() -> None:

@@ -45,6 +45,17 @@ def test_a_prepared_version_is_served_after_its_files_are_gone(base: Path, tmp_p
     assert conductor.generate(PROMPT, [3]) == expected
 
 
+def test_all_that_is_kept_of_an_adapter_counts(base: Path, tmp_path: Path) -> None:
+    folder = save_adapter(base, tmp_path / "mine", r=8, use_dora=True)
+    host = Conductor(base).runner.host_adapters
+    num_bytes = host.prepare(str(folder), signature(folder))
+    adapter = host.find(str(folder), signature(folder))
+    assert adapter and adapter.squares and adapter.vectors
+    assert num_bytes == adapter.values.nbytes + sum(
+        tensor.nbytes for kept in (adapter.vectors, adapter.squares) for tensor in kept.values()
+    )
+
+
 def test_two_versions_of_one_folder_are_kept_apart(base: Path, adapters: dict[int, Path], folder: Path) -> None:
     conductor, first = Conductor(base), signature(folder)
     conductor.runner.host_adapters.prepare(str(folder), first)

@@ -208,6 +208,25 @@ def test_what_a_slot_held_before_is_forgotten() -> None:
             assert used.sample(logits, [0], [2 + turn]) == fresh.sample(logits, [0], [2 + turn])
 
 
+@pytest.mark.parametrize("temperature", [1e30, 1e300, float("inf")])
+def test_what_must_not_come_does_not_however_high_the_temperature(temperature: float) -> None:
+    rank = Rank()
+    for slot in range(16):
+        stop_ids = list(range(2, VOCAB))
+        rank.admit(slot, [1, 2], [], Sampling(temperature=temperature, seed=slot, min_new_tokens=3, stop_ids=stop_ids))
+    found = rank.sample(logits_of(16), list(range(16)), [2] * 16)
+    assert set(found.token_ids) == {0, 1}
+
+
+def test_plain_rows_take_the_most_probable_token_and_want_no_other() -> None:
+    rank = Rank()
+    others = Sampling(temperature=1.0), Sampling(num_alternatives=1), Sampling(logit_bias={3: 1.0})
+    for slot, sampling in enumerate((Sampling(), Sampling(top_k=5, seed=3), *others)):
+        rank.admit(slot, [1, 2], [], sampling)
+    assert rank.sampling.is_plain(np.array([0, 1]))
+    assert not any(rank.sampling.is_plain(np.array([0, slot])) for slot in (2, 3, 4))
+
+
 def test_values_that_no_client_should_send_harm_no_other_row() -> None:
     logits = logits_of(2)
     for settings in (
