@@ -152,6 +152,11 @@ def tensors_with(edit: Callable[[dict[str, Tensor], Names], Any]) -> Change:
     return change
 
 
+def _train_no_token(tensors: dict[str, Tensor]) -> None:
+    name = next(name for name in tensors if name.endswith("lora_embedding_A"))
+    tensors[name.replace("lora_embedding_A", "token_adapter.trainable_tokens_delta")] = torch.zeros(0, 36)
+
+
 def _grow(tensors: dict[str, Tensor], ending: str, dim: int) -> None:
     """As if the vocabulary had got two more tokens."""
     name = next(name for name in tensors if name.endswith(ending))
@@ -238,7 +243,7 @@ REFUSALS: dict[str, Refusal] = {
     ),
     "trainable_token_indices with LoRA on the embedding": Refusal(
         _embedding,
-        _add("model.embed_tokens.token_adapter.trainable_tokens_delta", 0, 36),
+        tensors_with(lambda tensors, names: _train_no_token(tensors)),
         "trainable_token_indices together with LoRA on the embedding or the head is not supported",
     ),
     "ensure_weight_tying": Refusal(

@@ -1,4 +1,4 @@
-"""Every item of PEFT's LoRA equals PEFT on Llama, GPT-2 and GPT-NeoX, on 1 and 2 ranks, or is refused with its message."""
+"""Every item of PEFT's LoRA equals PEFT on Llama, GPT-2 and GPT-NeoX, on 1 and 2 ranks, or is refused there with its message."""
 
 import dataclasses
 from collections.abc import Iterator
@@ -43,8 +43,8 @@ def matrix(tmp_path_factory: pytest.TempPathFactory) -> Iterator[PeftMatrix]:
 
 
 @pytest.fixture(scope="module")
-def llama(matrix: PeftMatrix) -> Conductor:
-    return Conductor(matrix.oracle("llama").saved.base)
+def ranks(matrix: PeftMatrix) -> dict[str, Conductor]:
+    return {family: Conductor(matrix.oracle(family).saved.base) for family in NAMES}
 
 
 @pytest.mark.parametrize(("world_size", "family", "item"), CELLS)
@@ -52,15 +52,18 @@ def test_logits_and_greedy_tokens_equal_peft(matrix: PeftMatrix, world_size: int
     assert not matrix.cell(family, world_size, item).problem
 
 
+@pytest.mark.parametrize("family", NAMES)
 @pytest.mark.parametrize("name", REFUSALS)
-def test_what_is_refused_is_refused_with_its_message(matrix: PeftMatrix, llama: Conductor, tmp_path: Path, name: str) -> None:
-    refusal = REFUSALS[name]
-    served, refused = save_refused(matrix.oracle("llama").saved.base, tmp_path, refusal, NAMES["llama"])
-    llama.runner.host_adapters.prepare(str(served), "")
+def test_what_is_refused_is_refused_with_its_message(
+    matrix: PeftMatrix, ranks: dict[str, Conductor], tmp_path: Path, name: str, family: str
+) -> None:
+    refusal, rank = REFUSALS[name], ranks[family]
+    served, refused = save_refused(matrix.oracle(family).saved.base, tmp_path, refusal, NAMES[family])
+    rank.runner.host_adapters.prepare(str(served), "")
     with pytest.raises(AdapterError) as caught:
-        llama.runner.host_adapters.prepare(str(refused), "")
+        rank.runner.host_adapters.prepare(str(refused), "")
     assert str(caught.value).startswith("adapter 'refused': ") and is_message(refusal.message, str(caught.value))
-    failed = llama.step(loads=[AdapterLoad(str(served), [0]), AdapterLoad(str(refused), [1])])[2]
+    failed = rank.step(loads=[AdapterLoad(str(served), [0]), AdapterLoad(str(refused), [1])])[2]
     assert failed == {1: str(caught.value)}
 
 
