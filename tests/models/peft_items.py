@@ -153,8 +153,8 @@ def tensors_with(edit: Callable[[dict[str, Tensor], Names], Any]) -> Change:
 
 
 def _train_no_token(tensors: dict[str, Tensor]) -> None:
-    name = next(name for name in tensors if name.endswith("lora_embedding_A"))
-    tensors[name.replace("lora_embedding_A", "token_adapter.trainable_tokens_delta")] = torch.zeros(0, 36)
+    name = next(name for name in tensors if name.endswith("lora_embedding_B"))  # [hidden_size, rank]
+    tensors[name.replace("lora_embedding_B", "token_adapter.trainable_tokens_delta")] = torch.zeros(0, len(tensors[name]))
 
 
 def _grow(tensors: dict[str, Tensor], ending: str, dim: int) -> None:
