@@ -195,6 +195,7 @@ class AdapterFinder:
             work = asyncio.get_running_loop().run_in_executor(self._mergers, lambda: self._store.merged(ref.adapter_id, parts, recipe))
             merged = await work
         merged.account = account_of_merge(part.account for part in parts)
+        merged.is_private = any(part.is_private for part in parts)
         return _of_its_place(merged)
 
 

@@ -30,6 +30,7 @@ class AdapterMetrics:
     def __init__(self, counted: CollectorRegistry, told: CollectorRegistry, default_source: str) -> None:
         self._default_source = default_source
         self._labels: dict[str, set[str]] = {}  # by adapter id, the outcomes it has had
+        self._known: set[str] = set()  # adapter ids of the last statuses
         self._public: set[str] = set()  # adapter ids of the last statuses that everybody may read
         self._private: set[str] = set()  # the others
         self._missing: set[str] = set()  # with labels, and not among the last statuses
@@ -62,10 +63,10 @@ class AdapterMetrics:
             self._tokens.labels(label, "prompt").inc(num_taken(request, timing))
 
     def observe_statuses(self, statuses: Sequence[AdapterStatus]) -> None:
-        before = self._public | self._private
+        before, self._known = self._known, {status.adapter_id for status in statuses}
         self._private = {status.adapter_id for status in statuses if status.is_private}
-        self._public = {status.adapter_id for status in statuses} - self._private
-        missing = self._labels.keys() - self._public - self._private
+        self._public = {status.adapter_id for status in statuses if status.version} - self._private  # before, nobody knows
+        missing = self._labels.keys() - self._known
         for adapter_id in (missing & (before | self._missing)) | (self._labels.keys() & self._private):  # or: it came after the last look
             self._forget(adapter_id)
         self._missing = missing & self._labels.keys()

@@ -4,6 +4,7 @@ Lives on the driver's event loop.
 """
 
 import asyncio
+from collections import Counter
 from collections.abc import Callable, Sequence
 from functools import partial
 
@@ -30,8 +31,12 @@ class AdapterReport:
         """used, unloading: what the replica has. written: a reference written in one way."""
         uses = [*unloading, *used]
         known = {use.ref for use in uses}
-        searches = {written(ref): ref for ref in self._finder.searching()}  # downloads, mostly, that requests have begun
-        found = {AdapterUse(key): bool(ref.api_token) for key, ref in searches.items() if key not in known}  # -> whether it may be private
+        searches: Counter[AdapterRef] = Counter()  # downloads, mostly, that requests have begun -> how many of these have a token
+        for ref in self._finder.searching():
+            searches[written(ref)] += ref.api_token != ""
+        found = {
+            AdapterUse(ref): num_tokens > 0 for ref, num_tokens in searches.items() if ref not in known
+        }  # -> whether it may be private
         uses += found
         uses += [AdapterUse(ref, adapter) for ref, adapter in await self._finder.left_on_disk([use.ref for use in uses])]
         disk = await self._finder.look(lambda: [self._on_disk(use, found.get(use, False)) for use in uses])
@@ -51,5 +56,5 @@ class AdapterReport:
 
     def _on_disk(self, use: AdapterUse, may_be_private: bool) -> DiskPlace:
         store = self._store
-        is_private = may_be_private or store.is_private(use.ref)
+        is_private = may_be_private or (use.adapter is not None and use.adapter.is_private) or store.is_private(use.ref)
         return DiskPlace(store.disk_bytes(use.ref, use.path), is_private, store.disk_use(use.ref, use.path))

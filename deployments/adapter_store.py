@@ -65,8 +65,8 @@ class AdapterStore:
         urls = UrlSource(args.allowed_urls, args.storage_options)
         self._sources: dict[str, Source] = {"hub": HubSource(), **dict.fromkeys(URL_SCHEMES, urls)}
         self._listing = AdapterListing(self._files, self._cache, self._sources, args.default_source)
-        self._fetching = KeyedLock()
-        self._stale: set[str] = set()  # keys whose source is to be asked anew
+        self._asking, self._fetching = KeyedLock(), KeyedLock()  # by asker; by key
+        self._stale: dict[str, int] = {}  # keys whose source is to be asked anew -> how often that was wished
         self._unrenewed: dict[str, str] = {}  # key -> why its source could not be asked anew
         self._failures = RememberedFailures()
         self._readers: Expiring[Asker, bool] = Expiring(TOKEN_S, MAX_REMEMBERED)  # whom the source has let read what is private
@@ -80,6 +80,7 @@ class AdapterStore:
                 return self._files.find(place.address)
             adapter = self._find_download(self._wish(ref, place))
         adapter.adapter_id, adapter.unrenewed = ref.adapter_id, self._unrenewed.get(place.key, "")
+        adapter.is_private = self.is_private(ref)
         return adapter
 
     def merged(self, name: str, parts: list[Adapter], recipe: MergeRecipe) -> Adapter:
@@ -114,7 +115,7 @@ class AdapterStore:
                 key = place_of(ref, self._default_source).key
                 if key not in keys:
                     path = self._cache.path(key, entry.version)
-                    left.append((self.named(ref), Adapter(entry.name, entry.version, str(path), num_pages=0)))
+                    left.append((self.named(ref), Adapter(entry.name, entry.version, str(path), num_pages=0, is_private=entry.is_private)))
         return left
 
     def forget(self, ref: AdapterRef) -> None:
@@ -122,8 +123,8 @@ class AdapterStore:
 
         Folders need no such thing: they are always read as they are."""
         key = self.place_key(ref)
-        if self._cache.entry(key) or key in self._fetching:
-            self._stale.add(key)
+        if self._cache.entry(key) or len(self._asking):  # it may be on its way
+            self._stale[key] = self._stale.get(key, 0) + 1
         self._failures.forget(key)
 
     def remove(self, ref: AdapterRef, path: str = "") -> None:
@@ -133,7 +134,7 @@ class AdapterStore:
         self._readers.drop(lambda asker: asker[0] == key)
         with self._fetching.only_one(key):  # what comes now goes too
             self._cache.remove(self.place_key(ref, path))
-        self._stale.discard(key)
+        self._stale.pop(key, None)
         self._unrenewed.pop(key, None)
 
     def hold(self, path: str) -> None:
@@ -188,12 +189,31 @@ class AdapterStore:
         return _Wish(place, token, (place.key, hashlib.blake2b(token.encode(), key=self._salt).digest()))
 
     def _find_download(self, wish: _Wish) -> Adapter:
-        self._sources[wish.place.source].check(wish.place)
+        place = wish.place
+        self._sources[place.source].check(place)
         with self._failures.of(wish.asker):
             if adapter := self._held(wish):
                 return adapter
-            with self._fetching.only_one(wish.place.key), self._failures.of(wish.asker):
-                return self._held(wish) or self._fetch(wish)
+            with self._asking.only_one(f"{place.key} {wish.asker[1].hex()}"), self._failures.of(wish.asker):
+                return self._held(wish) or self._ask(wish)
+
+    def _ask(self, wish: _Wish) -> Adapter:
+        """What its source has, or what is on disk where the source does not answer."""
+        key = wish.place.key
+        wished = self._stale.get(key, 0)
+        try:
+            offer = self._describe(wish)  # before another's download is waited for: who may not read it is told at once
+            with self._fetching.only_one(key):
+                adapter = self._held(wish) or self._fetch(wish, offer)
+            self._unrenewed.pop(key, None)
+        except AdapterFailed as error:
+            held = self._still_held(wish, error) if wished else None
+            if held is None:
+                raise
+            adapter = held
+        if self._stale.get(key) == wished:  # else somebody means a later answer
+            self._stale.pop(key, None)
+        return adapter
 
     def _may_read(self, wish: _Wish) -> bool:
         if self._readers.get(wish.asker):
@@ -204,8 +224,11 @@ class AdapterStore:
 
     def _held(self, wish: _Wish) -> Adapter | None:
         """From disk, if it is there, whole, for this token, and nobody has asked to forget it."""
+        return None if wish.place.key in self._stale else self._on_disk(wish)
+
+    def _on_disk(self, wish: _Wish) -> Adapter | None:
         place, entry = wish.place, self._cache.entry(wish.place.key)
-        if entry is None or place.key in self._stale:
+        if entry is None:
             return None
         if entry.is_private and not self._may_read(wish):
             raise not_found(place)
@@ -222,33 +245,27 @@ class AdapterStore:
         self._cache.touch(path)
         return adapter
 
-    def _fetch(self, wish: _Wish) -> Adapter:
-        place = wish.place
-        is_stale = place.key in self._stale
-        self._stale.discard(place.key)  # before the source is asked: who forgets it from now on means a later answer
-        self._unrenewed.pop(place.key, None)
-        try:
-            with self._failures.of_source(place.key):
-                offer = self._sources[place.source].describe(place, wish.token)
-            if is_stale:
-                self._readers.drop(lambda asker: asker[0] == place.key)
-            if offer.num_bytes > self._max_bytes:
-                raise AdapterFailed(f"adapter {place.name!r}: {offer.num_bytes} bytes are more than disk_bytes ({self._max_bytes})")
-            with self._cache.only_one(place.key):
-                return self._unchanged(wish, offer) or self._download(wish, offer)
-        except BaseException as error:
-            if is_stale and (adapter := self._still_held(wish, error)):
-                return adapter
-            if is_stale:
-                self._stale.add(place.key)
-            raise
+    def _describe(self, wish: _Wish) -> Offer:
+        key = wish.place.key
+        with self._failures.of_source(key):
+            offer = self._sources[wish.place.source].describe(wish.place, wish.token)
+        if key in self._stale:
+            self._readers.drop(lambda asker: asker[0] == key)
+        return offer
 
-    def _still_held(self, wish: _Wish, error: BaseException) -> Adapter | None:
+    def _fetch(self, wish: _Wish, offer: Offer) -> Adapter:
+        place = wish.place
+        if offer.num_bytes > self._max_bytes:
+            raise AdapterFailed(f"adapter {place.name!r}: {offer.num_bytes} bytes are more than disk_bytes ({self._max_bytes})")
+        with self._cache.only_one(place.key):
+            return self._unchanged(wish, offer) or self._download(wish, offer)
+
+    def _still_held(self, wish: _Wish, error: AdapterFailed) -> Adapter | None:
         """What is on disk, when its source could not be asked anew: it was good until now. Not if the source has it no more."""
-        if not isinstance(error, AdapterFailed) or isinstance(error, AdapterNotFound):
+        if isinstance(error, AdapterNotFound):
             return None
         with contextlib.suppress(LorayError):
-            if adapter := self._held(wish):
+            if adapter := self._on_disk(wish):
                 self._unrenewed[wish.place.key] = error.message
                 logger.warning("%s; what is on disk is served on", error.message)
                 return adapter
@@ -260,7 +277,7 @@ class AdapterStore:
         entry = self._cache.entry(key)
         if entry is None or not offer.stamp or entry.stamp != offer.stamp:
             return None
-        adapter = self._held(wish)
+        adapter = self._on_disk(wish)
         if adapter and entry.is_private != offer.is_private:
             self._cache.set_entry(key, msgspec.structs.replace(entry, is_private=offer.is_private))
         return adapter

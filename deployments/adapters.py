@@ -26,6 +26,7 @@ class Adapter:
     is_in_host: bool = False  # or on its way there
     error: str = ""  # why it could not be read into host memory the last time
     unrenewed: str = ""  # why its source could not be asked anew: there may be a newer version
+    is_private: bool = False  # only for those whose token may read it
     is_pinned: bool = False  # stays where it is, used or not
     is_apart: bool = False  # has an account of its own, beside that of its other versions; the queue says when
     pool_use: TierUse = field(default_factory=TierUse)

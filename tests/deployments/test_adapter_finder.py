@@ -354,3 +354,57 @@ def test_listings_that_are_asked_for_at_once_are_one(world: World, monkeypatch: 
         assert len(calls) == 1
 
     run(work())
+
+
+def test_new_folders_are_looked_at_by_one_however_often_a_listing_is_asked_for(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(world.store, "names", lambda: [])
+    monkeypatch.setattr(world.store, "num_unlisted", lambda: 1)
+
+    async def work() -> None:
+        await world.finder.names()
+        looking = world.finder._listing
+        await world.finder.names()
+        assert looking and not looking.done() and world.finder._listing is looking
+        looking.cancel()
+
+    run(work())
+
+
+def test_one_place_has_as_few_turns_after_some_have_left(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
+    doors, begun = {token: threading.Event() for token in ("hf_a", "hf_b", "hf_c")}, []
+
+    def slow_find(ref: AdapterRef) -> Adapter:
+        begun.append(ref.api_token)
+        doors[ref.api_token].wait(HELD_S)
+        return Adapter("mine", "version", "folder", 1)
+
+    async def work() -> None:
+        monkeypatch.setattr(adapter_finder, "NUM_AT_A_PLACE", 1)
+        monkeypatch.setattr(world.store, "find", slow_find)
+        finder, place = world.finder, (world.store.place_key(world.ref), False)
+        first, second, third = (finder.find(AdapterRef(adapter_id=world.ref.adapter_id, api_token=token)) for token in doors)
+        tasks = [asyncio.create_task(first), asyncio.create_task(second)]
+        while finder._num_at[place] < 2:
+            await asyncio.sleep(0.01)
+        doors["hf_a"].set()
+        await tasks[0]
+        tasks.append(asyncio.create_task(third))
+        while len(begun) < 2 or finder._num_at[place] < 2:
+            await asyncio.sleep(0.01)
+        assert len(finder._unbegun) == 1, "the third waits for the second"
+        for door in doors.values():
+            door.set()
+        await asyncio.gather(*tasks)
+
+    run(work())
+
+
+def test_the_parts_of_a_merge_come_from_the_source_that_is_named_with_it(world: World) -> None:
+    world.store.merge = merge_here
+    scheme, _, address = world.ref.adapter_id.partition("://")
+    merge = AdapterRef(adapter_id="half", source=scheme, merge=MergeRecipe(adapter_ids=(address,), weights=(0.5,)))
+
+    async def work() -> None:
+        assert (await world.finder.find(merge)).rank == 4
+
+    run(work())

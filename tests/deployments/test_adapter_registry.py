@@ -11,7 +11,7 @@ import pytest
 
 from loray.deployments import adapter_records, registry_follower
 from loray.deployments.adapter_records import AdapterChange, AdapterRecords, AdapterSet, Changed
-from loray.deployments.adapter_registry import AdapterRegistry, News, Patience, merge_replicas
+from loray.deployments.adapter_registry import AdapterRegistry, News, Patience, Report, _Replica, merge_replicas
 from loray.deployments.adapter_status import AdapterStatus, TierUse
 from loray.deployments.errors import Unhealthy
 from loray.deployments.registry_follower import RegistryFollower
@@ -369,3 +369,37 @@ def test_replicas_are_merged_by_version() -> None:
         status_of("pirate", "gpu", version="1", **fields),
         status_of("poet", "failed", version="", error="no such file"),
     ]
+
+
+def test_a_change_that_its_only_replica_did_not_live_to_see_is_not_told_as_done() -> None:
+    async def scenario() -> None:
+        handle = Handle(Patience(poll_s=0.1, gone_s=0.1, apply_s=5, answer_s=0.1))
+        async with replicas(handle, "dying") as (dying,):
+            dying.can_apply.clear()
+            call = asyncio.create_task(tell(handle, change("load")))
+            await until(lambda: handle.registry._set.number > 0)
+            dying.task.cancel()
+            with pytest.raises(Unhealthy, match="no driver replica"):
+                await call
+
+    run(scenario())
+
+
+def test_what_one_of_two_replicas_says_holds_for_both() -> None:
+    quiet = status_of("pirate", "known", version="1", disk_use=TierUse(1, 0.5, 1))
+    fields: dict[str, Any] = {"is_private": True, "is_pinned": True, "rank": 8, "last_used": 5.0, "disk_bytes": 30, "error": "no room"}
+    telling = status_of("pirate", "known", version="1", disk_use=TierUse(2, 1.0), **fields)
+    both = [status_of("pirate", "known", version="1", disk_use=TierUse(3, 1.5, 1), **fields)]
+    assert merge_replicas([quiet, telling]) == merge_replicas([telling, quiet]) == both
+
+
+def test_a_report_that_a_newer_one_has_overtaken_counts_no_more() -> None:
+    async def scenario() -> None:
+        registry = AdapterRegistry(QUICK)
+        replica = registry._replicas["a"] = _Replica()
+        for number, error, statuses in ((2, "torn", [status_of("pirate")]), (1, "", [])):
+            report = Report(replica_id="a", applied=number, error=error, question=number, statuses=statuses)
+            await registry.report(msgspec.msgpack.encode(report))
+        assert (replica.applied, replica.error, replica.question) == (2, "torn", 2) and replica.statuses == [status_of("pirate")]
+
+    run(scenario())

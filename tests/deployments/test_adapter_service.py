@@ -640,3 +640,84 @@ def test_a_new_replica_leaves_alone_what_others_have_unloaded(store: Store, engi
         assert store.removed == ["large"]
 
     run(work())
+
+
+def test_a_pin_that_failed_is_not_tried_again_once_it_is_taken_back(service: AdapterService, root: Path) -> None:
+    async def work() -> None:
+        admin = ReplicaAdmin(service)
+        (root / "small").rename(root.parent / "away")
+        pinned = (await admin.change("pin", "small")).record
+        await settled(service, "small")
+        await admin.change("unpin", "small")
+        while service._tasks:
+            await asyncio.sleep(0.01)
+        assert (await statuses(service))["small"].state == "failed"
+        service._load_again(pinned)  # as it does when its time has come
+        assert not service._tasks
+
+    run(work())
+
+
+def test_what_could_not_be_deleted_from_disk_is_not_listed_as_unloading_for_ever(
+    service: AdapterService, store: Store, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(ref: AdapterRef, path: str = "") -> None:
+        raise OSError("no space left")
+
+    async def work() -> None:
+        monkeypatch.setattr(store, "remove", full)
+        await service.load(ref("small"))
+        await ReplicaAdmin(service).change("unload", "small")
+        await gone(service, "small")
+
+    run(work())
+
+
+def test_a_load_that_fails_and_is_taken_back_leaves_a_request_that_runs_in_the_list(service: AdapterService, root: Path) -> None:
+    async def work() -> None:
+        admin = ReplicaAdmin(service)
+        adapter = await service.find(ref("small"))
+        await admin.change("unload", "small")
+        await gone(service, "small")
+        with service.counted(ref("small"), adapter):  # it was found before
+            (root / "small").rename(root.parent / "away")
+            changed = await admin.change("load", "small")
+            assert (await settled(service, "small")).state == "failed"
+            await admin.undo(changed)
+            assert (await statuses(service))["small"].num_running == 1
+
+    run(work())
+
+
+def test_what_is_being_loaded_is_not_forgotten(service: AdapterService, store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(adapter_service, "MAX_REMEMBERED", 1)
+
+    async def work() -> None:
+        store.held = "large"
+        loading = asyncio.create_task(service.load(ref("large")))
+        await asyncio.sleep(0)
+        await service.find(ref("small"))
+        assert (await statuses(service))["large"].state == "loading"
+        store.door.set()
+        await loading
+        assert (await statuses(service))["large"].state == "host"
+
+    run(work())
+
+
+def test_a_pin_of_one_of_many_names_of_a_folder_outlives_those_of_the_others(service: AdapterService, root: Path) -> None:
+    for name in ("one", "two"):
+        (root / name).symlink_to(root / "small")
+
+    async def work() -> None:
+        admin = ReplicaAdmin(service)
+        await admin.change("load", "one", is_pinned=True)
+        await admin.change("load", "small", is_pinned=True)
+        await admin.change("load", "two")
+        for name in ("one", "small", "two"):
+            await settled(service, name)
+        await admin.change("unpin", "small")
+        for name in ("one", "small", "two"):
+            assert (await settled(service, name)).is_pinned, "the first name's pin holds for the folder"
+
+    run(work())

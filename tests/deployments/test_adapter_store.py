@@ -684,3 +684,38 @@ def test_a_cache_that_cannot_be_written_is_an_error_of_the_adapter(world: World)
     (world.folder / "cache").write_text("a file where the folder should be")
     with pytest.raises(AdapterFailed, match="small"):
         world.store().find(world.on_web("small"))
+
+
+def test_a_merge_has_room_on_disk_for_its_values_in_float32(world: World) -> None:
+    save_folder(world.folder / "local" / "part", rank=4)
+    num_bytes = sum((world.folder / "local" / "part" / name).stat().st_size for name in (WEIGHTS, "adapter_config.json"))
+    recipe, enough = MergeRecipe(adapter_ids=("part",), weights=(0.5,)), 2 * num_bytes + adapter_store.MERGE_BYTES
+    for disk_bytes in (enough - 1, enough):
+        store = world.store(disk_bytes=disk_bytes)
+        store.merge = merging([])
+        part = store.find(AdapterRef(adapter_id="part"))
+        if disk_bytes < enough:
+            with pytest.raises(AdapterFailed, match=f"{enough} bytes on disk are more than"):
+                store.merged("half", [part], recipe)
+        else:
+            assert store.merged("half", [part], recipe).num_pages == 1
+
+
+def test_what_was_removed_is_not_kept_in_mind_as_one_to_be_asked_for_anew(world: World) -> None:
+    ref, store = world.on_web("small"), world.store()
+    store.find(ref)
+    store.remove(ref)
+    assert not store.is_stale(ref) and not store._stale
+
+
+def test_after_forget_what_a_server_without_tags_has_is_downloaded_anew(world: World) -> None:
+    def untagged(handler: Handler) -> bool:
+        handler.reply(200, (world.folder / "web" / handler.path.lstrip("/")).read_bytes())
+        return True
+
+    ref, store = world.on_web("small"), world.store()
+    world.web.rules = dict.fromkeys((f"/small/{name}" for name in (WEIGHTS, "adapter_config.json")), untagged)
+    old = store.find(ref)
+    world.on_web("small", seed=1)
+    store.forget(ref)
+    assert store.find(ref).version != old.version

@@ -2,6 +2,7 @@
 
 import pytest
 
+from loray.deployments.adapter_status import TierUse
 from loray.deployments.adapter_tiers import AdapterTiers
 from loray.deployments.adapters import Adapter, AdapterTable
 from loray.deployments.errors import AdapterFailed
@@ -46,6 +47,7 @@ def test_a_pinned_adapter_does_not_stand_in_its_own_way(num_pages: int, host_byt
 
     tiers = AdapterTiers(AdapterTable(num_pages), HostTier(host_bytes, PAGE))
     pinned = tiers.pin(large())
+    assert tiers.has_new_pins, "those who wait are looked at again"
     tiers.check(large())
     assert tiers.pin(large()) is pinned and tiers.load(large()) is pinned
     with pytest.raises(AdapterFailed, match="other"):
@@ -63,3 +65,34 @@ def test_a_pin_leaves_host_memory_for_answers_that_are_to_go_on() -> None:
     tiers.unpin("begun")
     tiers.table.place(begun)
     assert tiers.pin(Adapter("pinned", "pinned", "pinned", num_pages=2, extra_bytes=25)).is_pinned
+
+
+def test_a_place_is_told_as_it_was_when_it_was_asked_for() -> None:
+    tiers = AdapterTiers(AdapterTable(4), HostTier(100, PAGE))
+    adapter = tiers.load(poet("files"))
+    place = tiers.places(["version"])["version"]
+    tiers.host.arrived(adapter.host_copy, PAGE, 0.5)
+    adapter.pool_use.num_loads += 1
+    assert place.is_loading and place.host_use == place.pool_use == TierUse()
+    now = tiers.places(["version"])["version"]
+    assert (now.host_bytes, now.host_use.num_loads, now.pool_use.num_loads) == (PAGE, 1, 1)
+
+
+def test_a_pinned_adapter_that_is_unloaded_leaves_its_room_to_others() -> None:
+    tiers, told = AdapterTiers(AdapterTable(4), HostTier(100, PAGE)), []
+    pinned = tiers.pin(Adapter("pinned", "pinned", "pinned", num_pages=3))
+    tiers.host.arrived(pinned.host_copy, 3 * PAGE, 0.5)
+    tiers.unload("pinned", on_freed=lambda: told.append("freed"))
+    assert told == ["freed"] and not pinned.is_pinned and tiers.host.num_bytes == tiers.table.num_pinned_pages == 0
+    assert tiers.pin(Adapter("other", "other", "other", num_pages=3)).is_pinned
+
+
+def test_the_pages_of_what_is_unloaded_are_free_when_its_last_request_has_ended() -> None:
+    tiers, told = AdapterTiers(AdapterTable(4), HostTier(100, PAGE)), []
+    used = tiers.table.acquire(poet("files"))
+    tiers.table.place(used)
+    tiers.unload("version", on_freed=lambda: told.append("freed"))
+    assert used.page_ids == [0] and not told
+    tiers.table.release(used)
+    tiers.free_unused(used)
+    assert told == ["freed"] and not used.page_ids and tiers.table.num_used_pages == 0 and tiers.table.take_freed_pages() == [0]

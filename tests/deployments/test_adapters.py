@@ -97,3 +97,24 @@ def test_files_that_were_touched_count_from_the_next_load_on() -> None:
     assert table.acquire(Adapter("a", "v", "there", 1, signature="2")) is old and (old.path, old.signature) == ("there", "2")
     old.is_in_host = True
     assert table.known(Adapter("a", "v", "there", 1, signature="3")).signature == "2"
+
+
+def test_a_pinned_adapter_is_evicted_only_when_it_is_unpinned() -> None:
+    table = AdapterTable(2)
+    pinned = table.pin(table.acquire(adapter("pinned", 2)))
+    table.place(pinned)
+    table.release(pinned)
+    other = table.acquire(adapter("other"))
+    assert not table.can_place(other) and table.num_pinned_pages == 2
+    table.unpin(pinned)
+    assert table.num_pinned_pages == 0 and table.place(other).page_ids == [0] and not pinned.page_ids
+
+
+def test_pages_that_were_freed_are_told_once() -> None:
+    table = AdapterTable(2)
+    used = table.acquire(adapter("used", 2))
+    table.place(used)
+    table.release(used)
+    table.place(table.acquire(adapter("next")))
+    assert (table.take_freed_pages(), table.take_freed_pages()) == ([0, 1], [])
+    assert (table.num_evictions, used.pool_use.num_evictions, table.num_resident) == (1, 1, 1)

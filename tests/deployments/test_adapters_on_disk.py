@@ -17,6 +17,7 @@ from loray.deployments.adapter_store import AdapterStore
 from loray.deployments.adapters import Adapter
 from loray.deployments.config import AdapterArgs
 from loray.deployments.errors import AdapterFailed
+from loray.deployments.needed_folders import NeededFolders
 from loray.deployments.request import AdapterRef
 from loray.models.step import HostCopy
 from tests.deployments.file_server import FileServer
@@ -98,6 +99,24 @@ def test_what_an_earlier_process_downloaded_is_listed_and_unloading_it_frees_the
         listed = AdapterRef(adapter_id=status.adapter_id, source=status.source, revision=status.revision)
         await ReplicaAdmin(service).change("unload", listed)
         assert await service.statuses() == [] and not world.files()
+
+    run(work())
+
+
+@pytest.mark.parametrize("tokens", [["mine", ""], ["", "mine"]], ids=str)
+def test_a_download_that_anybody_has_begun_with_a_token_may_be_private(world: World, tokens: list[str]) -> None:
+    async def work() -> None:
+        service, store = world.replica()
+        store.source.clear()
+        asking = [asyncio.create_task(service.find(msgspec.structs.replace(world.ref, api_token=token))) for token in tokens]
+        while len(service._finder.searching()) < 2:
+            await asyncio.sleep(0.01)
+        (status,) = await service.statuses()
+        assert status.is_private
+        store.source.set()
+        await asyncio.gather(*asking)
+        (status,) = await service.statuses()
+        assert not status.is_private
 
     run(work())
 
@@ -357,5 +376,80 @@ def test_another_replica_does_not_unload_what_a_template_is_read_from(world: Wor
         assert (await service.chat_template(world.ref)).text == "hello"
         await settled(service)
         assert not world.files()
+
+    run(work())
+
+
+def test_an_adapter_that_is_looked_for_again_is_listed_once(world: World) -> None:
+    async def work() -> None:
+        service, store = world.replica()
+        found = await service.find(world.ref)
+        store.source.clear()
+        asking = asyncio.create_task(service.find(world.ref))
+        while not service._finder.searching():
+            await asyncio.sleep(0)
+        assert [(status.adapter_id, status.version) for status in await service.statuses()] == [(world.ref.adapter_id, found.version)]
+        store.source.set()
+        await asking
+
+    run(work())
+
+
+class Folders:
+    """Notes what is asked of it; all that is let go was unloaded."""
+
+    def __init__(self) -> None:
+        self.calls: list[str] = []
+
+    def hold(self, path: str) -> None:
+        self.calls.append(f"hold {path}")
+
+    def let_go(self, path: str) -> bool:
+        self.calls.append(f"let go {path}")
+        return True
+
+
+def test_a_folder_is_held_for_each_who_needs_it_and_let_go_after_the_last() -> None:
+    folders, unloaded, adapter = Folders(), [], Adapter("a", "a", "a", 1)
+    needed = NeededFolders(folders, unloaded.append)
+    with needed.needed(adapter), needed.needed(adapter):  # the first may have come while another process was deleting it
+        assert folders.calls == ["hold a", "hold a"]
+    assert folders.calls[2:] == ["let go a"] and unloaded == ["a"]
+
+
+def test_a_folder_that_stays_pinned_is_never_let_go_between_and_is_when_its_pin_ends() -> None:
+    folders, unloaded, ref = Folders(), [], AdapterRef(adapter_id="a")
+    needed = NeededFolders(folders, unloaded.append)
+    needed.pin(ref, "old")
+    needed.pin(ref, "old")
+    assert folders.calls == ["hold old", "hold old"]
+    needed.pin(ref, "new")
+    assert folders.calls[2:] == ["hold new", "let go old"]
+    needed.unpin([ref])
+    assert unloaded == ["old", "new"]
+
+
+def test_a_download_whose_other_spelling_was_unloaded_before_can_be_unloaded(world: World) -> None:
+    async def work() -> None:
+        service, _ = world.replica()
+        admin = ReplicaAdmin(service)
+        for ref in (spelt_otherwise(world.ref), world.ref):
+            await world.replica()[0].find(world.ref)  # another process has it again
+            await admin.change("unload", ref)
+            assert not world.files()
+
+    run(work())
+
+
+def test_what_a_request_has_found_again_before_its_last_request_has_ended_stays_on_disk(world: World) -> None:
+    async def work() -> None:
+        service, _ = world.replica()
+        adapter = await service.find(world.ref)
+        running = await service._ask(lambda tiers: tiers.table.acquire(adapter))
+        await ReplicaAdmin(service).change("unload", world.ref)
+        await service.find(world.ref)
+        await service._ask(lambda tiers: (tiers.table.release(running), tiers.free_unused(running)))
+        await settled(service)
+        assert len(world.files()) == 1 and [status.state for status in await service.statuses()] == ["known"]
 
     run(work())

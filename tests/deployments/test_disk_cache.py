@@ -5,9 +5,12 @@ from types import SimpleNamespace
 
 import pytest
 
-from loray.deployments import disk_cache
+from loray.deployments import disk_cache, tier_uses
 from loray.deployments.adapter_files import content_hash
+from loray.deployments.adapter_sources import EXTRA_FILES
+from loray.deployments.adapter_status import TierUse
 from loray.deployments.disk_cache import DiskCache, DiskFull, Entry, is_whole
+from loray.deployments.tier_uses import TierUses
 from tests.deployments.peft_folder import save_folder
 
 KEY = "hub-a-0123"
@@ -275,3 +278,41 @@ def test_only_one_holds_a_key_and_others_are_free(tmp_path: Path) -> None:
             assert not entered.wait(0.2)  # it must not come while the key is held
     thread.join()
     assert entered.is_set()
+
+
+def test_the_eviction_of_an_older_version_leaves_the_newer_one_to_be_found(tmp_path: Path) -> None:
+    size = folder_bytes(tmp_path)
+    cache = DiskCache(tmp_path / "cache", 2 * size)
+    old, new = keep(cache, KEY, size, seed=0, last_used=1000.0), keep(cache, KEY, size, seed=1, last_used=2000.0)
+    keep(cache, "hub-other", size, seed=2)
+    entry = cache.entry(KEY)
+    assert not old.exists() and entry and entry.version == new.name and is_whole(new, new.name)
+
+
+def test_equal_content_that_comes_again_counts_as_used_now(tmp_path: Path) -> None:
+    size = folder_bytes(tmp_path)
+    cache = DiskCache(tmp_path / "cache", 3 * size)
+    again, other = keep(cache, KEY, size, last_used=1000.0), keep(cache, "hub-1", size, seed=1, last_used=2000.0)
+    keep(cache, KEY, size)
+    for number in (2, 3):
+        keep(cache, f"hub-{number}", size, seed=number)
+    assert again.exists() and not other.exists()
+
+
+def test_a_file_of_no_version_that_its_source_has_no_more_is_gone_when_equal_content_comes_again(tmp_path: Path) -> None:
+    cache = DiskCache(tmp_path / "cache", 1 << 20)
+    for has_extra in (True, False):
+        with cache.only_one(KEY), cache.staging(KEY) as staged:
+            save_folder(staged, rank=4)
+            if has_extra:
+                (staged / EXTRA_FILES[0]).write_text("{}")
+            path = cache.publish(KEY, staged, Entry(name=KEY, version=content_hash(staged), stamp="s", is_private=False))
+        assert (path / EXTRA_FILES[0]).exists() == has_extra
+
+
+def test_of_too_many_uses_those_that_changed_last_are_kept_and_all_are_in_the_sum(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tier_uses, "MAX_REMEMBERED", 2)
+    uses = TierUses()
+    for key in ("a", "b", "a", "c"):
+        uses.add(key, TierUse(num_loads=1))
+    assert [uses.of(key).num_loads for key in ("a", "b", "c")] == [2, 0, 1] and uses.total.num_loads == 4

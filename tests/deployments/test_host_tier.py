@@ -158,3 +158,48 @@ def test_a_large_one_is_not_passed_by_small_ones_for_ever() -> None:
         assert not tier.is_loading(late), "room that comes free is kept for the large one"
     tier.want(large)
     assert names(tier.take_orders()[0]) == ["large"]
+
+
+@pytest.mark.parametrize("why", ["nobody waits for it any more", "it is in the pool"])
+def test_one_that_found_no_room_keeps_it_from_nobody_once_it_needs_none(why: str) -> None:
+    tier, kept, large = HostTier(30, PAGE), adapter("kept", references=1), adapter("large", 3, references=1)
+    hold(tier, kept)
+    tier.want(large)
+    if why == "it is in the pool":
+        large.page_ids = [1, 2, 3]
+    else:
+        large.references = 0
+    small = adapter("small", references=1)
+    tier.want(small)
+    assert tier.is_loading(small)
+
+
+def test_what_has_left_is_known_to_be_nowhere_and_says_nothing_of_its_last_failure_when_it_comes_again() -> None:
+    tier, a = HostTier(10, PAGE), adapter("a")
+    hold(tier, a)
+    assert a.is_in_host
+    tier.drop(a)
+    assert not a.is_in_host
+    tier.want(a)
+    tier.failed(a.host_copy, "torn")
+    assert a.error == "torn" and not a.is_in_host
+    tier.want(a)
+    assert a.error == "" and a.is_in_host
+
+
+def test_one_that_has_found_room_at_last_keeps_it_from_nobody_while_it_is_read() -> None:
+    tier, kept, large, small = HostTier(40, PAGE), adapter("kept", 2, references=1), adapter("large", 3, references=1), adapter("small")
+    hold(tier, kept)
+    tier.want(large)
+    assert not tier.is_loading(large)
+    kept.references = 0
+    tier.want(large)
+    tier.want(small)
+    assert tier.is_loading(large) and tier.is_loading(small)
+
+
+def test_what_is_to_go_on_stands_neither_in_the_way_of_its_own_pin_nor_counts_twice_when_it_is_pinned() -> None:
+    begun = adapter("begun", 3)
+    assert HostTier(50, PAGE).could_pin(begun, [], [begun]) and not HostTier(50, PAGE).could_pin(adapter("a", 3), [], [begun])
+    begun.is_pinned = True
+    assert HostTier(60, PAGE).could_pin(adapter("a", 2), [begun], [begun])

@@ -199,6 +199,16 @@ def test_an_adapter_that_turns_out_to_be_private_is_named_no_longer() -> None:
     assert "hidden" not in send(service, "GET", "/metrics").text
 
 
+def test_one_that_is_still_being_downloaded_is_not_named() -> None:
+    backend = saying("")
+    backend.statuses = {"replica": [status_of("hidden", "loading", version="")]}
+    service = service_of(backend)
+    send(service, "GET", "/metrics")
+    generate(service, "hidden", api_token="secret")
+    text = send(service, "GET", "/metrics").text
+    assert value(text, 'loray_adapter_requests_total{adapter="private",outcome="eos_token"}') == 1 and "hidden" not in text
+
+
 def test_a_token_where_none_is_needed_hides_no_name() -> None:
     backend = saying("")
     backend.statuses = {"replica": [status_of("pirate", "gpu")]}
@@ -264,3 +274,26 @@ def test_metrics_are_readable_while_nobody_tells_of_adapters() -> None:
 
     response = send(service_of(Down([])), "GET", "/metrics")
     assert response.status_code == 200 and "loray_driver_running" in response.text
+
+
+def test_two_versions_of_an_adapter_count_together() -> None:
+    backend = saying("")
+    uses = [TierUse(num_loads=number, load_seconds=number / 2, num_evictions=number) for number in (1, 2)]
+    both = [status_of("pirate", "gpu", version=str(use.num_loads), gpu_bytes=10, gpu_use=use) for use in uses]
+    backend.statuses = {"replica": both}
+    service = service_of(backend)
+    generate(service, "pirate")
+    for num_bytes, num_loads in ((20, 3), (10, 1)):  # then the second is gone
+        text = send(service, "GET", "/metrics").text
+        assert value(text, 'loray_adapter_resident_bytes{adapter="pirate",tier="gpu"}') == num_bytes
+        names = ("loads", "load_seconds", "evictions")
+        told = [value(text, f'loray_adapter_{name}_total{{adapter="pirate",tier="gpu"}}') for name in names]
+        assert told == [num_loads, num_loads / 2, num_loads]
+        backend.statuses = {"replica": both[:1]}
+
+
+def test_an_embeddings_tokens_count_for_its_adapter() -> None:
+    service = service_of(saying(" world"))
+    send(service, "POST", "/embed", json={"inputs": "hello", "parameters": {"adapter_id": "pirate"}})
+    text = send(service, "GET", "/metrics").text
+    assert value(text, 'loray_adapter_tokens_total{adapter="pirate",kind="prompt"}') > 0

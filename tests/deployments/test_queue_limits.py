@@ -57,3 +57,13 @@ def test_a_full_queue_has_room_for_those_who_do_not_fill_it() -> None:
     with pytest.raises(Overloaded, match="2 requests are waiting already"):
         check(server, "a", limits)
     check(server, "b", limits)
+
+
+def test_those_who_do_not_fill_the_queue_find_it_full_at_twice_its_length() -> None:
+    server, limits = Server(), QueueLimits(max_waiting=2, max_waiting_of_adapter=100)
+    for number in range(3):
+        server.add([number], 1, "a")
+    check(server, "b", limits)
+    server.add([3], 1, "a")
+    with pytest.raises(Overloaded, match="4 requests are waiting already"):
+        check(server, "b", limits)

@@ -14,6 +14,7 @@ from loray.deployments.adapter_status import AdapterStatus
 from loray.deployments.adapter_store import AdapterStore
 from loray.deployments.config import AdapterArgs
 from loray.deployments.errors import AdapterNotFound
+from loray.deployments.replaced_adapters import ReplacedAdapters
 from loray.deployments.request import AdapterRef
 from tests.deployments.file_server import Handler, HubServer
 from tests.deployments.peft_folder import SHAPES, save_folder
@@ -219,5 +220,65 @@ def test_unpinning_what_is_not_pinned_changes_nothing(world: World) -> None:
         before = await world.service.statuses()
         await world.done("unpin", AdapterRef(adapter_id="merge of a, b", source="hub"))
         assert await world.service.statuses() == before == []
+
+    run(work)
+
+
+def test_a_pin_after_a_reload_asks_no_source(world: World) -> None:
+    async def work() -> None:
+        await world.done("load", NEWEST)
+        await world.done("reload", NEWEST)
+        world.hub.is_away = True
+        num_requests = len(world.hub.requests)
+        await world.done("pin", NEWEST)
+        status = await world.status(NEWEST)
+        assert status and (status.state, status.is_pinned, status.error) == ("host", True, "") and len(world.hub.requests) == num_requests
+
+    run(work)
+
+
+def test_when_all_that_an_id_meant_is_taken_back_at_once_no_pin_of_it_stays(world: World) -> None:
+    async def work() -> None:
+        first = await world.done("load", NEWEST, is_pinned=True)
+        second = await world.done("load", NOWHERE, is_pinned=True)
+        for changed in (second, first):
+            world.admin._set.undo(changed)
+        await world.admin.apply()
+        await world.settled()
+        status = await world.status(NEWEST)
+        assert status and not status.is_pinned and not world.service._folders._pinned
+
+    run(work)
+
+
+def test_an_unpin_holds_for_what_the_id_meant_before_too(world: World) -> None:
+    async def work() -> None:
+        await world.done("load", NEWEST, is_pinned=True)
+        await world.done("load", NOWHERE)
+        await world.done("unpin", NOWHERE)
+        status = await world.status(NEWEST)
+        assert status and (status.state, status.is_pinned) == ("host", False) and not world.service._folders._pinned
+
+    run(work)
+
+
+def test_ids_whose_former_meanings_are_gone_are_not_kept_in_mind() -> None:
+    replaced = ReplacedAdapters()
+    for ref in (NEWEST, MAIN):
+        replaced.add("org/it", ref)
+    replaced.drop("org/it", NEWEST)
+    assert replaced.of("org/it") == [MAIN]
+    replaced.drop("org/it", MAIN)
+    assert replaced.of("org/it") == [] and not replaced._refs
+
+
+def test_what_an_id_meant_before_it_was_unloaded_is_left_to_the_requests_that_have_found_it_since(world: World) -> None:
+    async def work() -> None:
+        await world.done("load", NEWEST)
+        await world.done("unload", NEWEST)
+        await world.service.find(NEWEST)
+        await world.done("load", MAIN)
+        status = await world.status(NEWEST)
+        assert status and status.disk_bytes
 
     run(work)
