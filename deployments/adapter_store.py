@@ -9,6 +9,7 @@ import logging
 import secrets
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
+from itertools import count
 from pathlib import Path
 from typing import Any
 
@@ -19,12 +20,13 @@ from loray.deployments.adapter_download import download
 from loray.deployments.adapter_errors import only_loray_errors
 from loray.deployments.adapter_files import AdapterFiles
 from loray.deployments.adapter_listing import AdapterListing
+from loray.deployments.adapter_merging import merge_into
 from loray.deployments.adapter_room import ANY_ROOM, AdapterRoom
-from loray.deployments.adapter_sources import FILES, URL_SCHEMES, Offer, Place, Source, named, place_of
+from loray.deployments.adapter_sources import URL_SCHEMES, Offer, Place, Source, named, place_of
 from loray.deployments.adapter_status import TierUse
 from loray.deployments.adapters import Adapter
 from loray.deployments.config import AdapterArgs
-from loray.deployments.disk_cache import DiskCache, DiskFull, Entry, is_whole
+from loray.deployments.disk_cache import DiskCache, DiskFull, is_whole
 from loray.deployments.errors import AdapterFailed, AdapterNotFound, InvalidRequest, LorayError
 from loray.deployments.expiring import Expiring
 from loray.deployments.hub_source import HubSource, not_found
@@ -32,14 +34,13 @@ from loray.deployments.keyed_lock import KeyedLock
 from loray.deployments.remembered_failures import Asker, RememberedFailures
 from loray.deployments.request import AdapterRef, MergeRecipe
 from loray.deployments.url_source import UrlSource
-from loray.models.adapter import AdapterError, Shapes
+from loray.models.adapter import Shapes
 
 logger = logging.getLogger("ray.serve.loray")
 
 TOKEN_S = 300.0  # how long a token counts as one that may read
 MAX_REMEMBERED = 10_000
 
-MERGE_BYTES = 1 << 20  # room for a merge's names and ranks, beyond its values
 NOWHERE = "none"  # the key of a reference that means nothing: nothing is kept under it
 
 Merge = Callable[[Sequence[Path], Sequence[float], dict[str, Any], Shapes, Path], None]  # folders, weights, method, shapes -> folder
@@ -66,7 +67,8 @@ class AdapterStore:
         self._sources: dict[str, Source] = {"hub": HubSource(), **dict.fromkeys(URL_SCHEMES, urls)}
         self._listing = AdapterListing(self._files, self._cache, self._sources, args.default_source)
         self._asking, self._fetching = KeyedLock(), KeyedLock()  # by asker; by key
-        self._stale: dict[str, int] = {}  # keys whose source is to be asked anew -> how often that was wished
+        self._stale: dict[str, int] = {}  # keys whose source is to be asked anew -> number of that wish
+        self._numbers = count(1)
         self._unrenewed: dict[str, str] = {}  # key -> why its source could not be asked anew
         self._failures = RememberedFailures()
         self._readers: Expiring[Asker, bool] = Expiring(TOKEN_S, MAX_REMEMBERED)  # whom the source has let read what is private
@@ -124,7 +126,7 @@ class AdapterStore:
         Folders need no such thing: they are always read as they are."""
         key = self.place_key(ref)
         if self._cache.entry(key) or len(self._asking):  # it may be on its way
-            self._stale[key] = self._stale.get(key, 0) + 1
+            self._stale[key] = next(self._numbers)
         self._failures.forget(key)
 
     def remove(self, ref: AdapterRef, path: str = "") -> None:
@@ -132,7 +134,10 @@ class AdapterStore:
         self.forget(ref)
         key = self.place_key(ref)
         self._readers.drop(lambda asker: asker[0] == key)
-        with self._fetching.only_one(key):  # what comes now goes too
+        for asker in (asker for asker in self._asking.in_use() if asker.startswith(f"{key} ")):
+            with self._asking.only_one(asker):  # what comes now goes too
+                pass
+        with self._fetching.only_one(key):
             self._cache.remove(self.place_key(ref, path))
         self._stale.pop(key, None)
         self._unrenewed.pop(key, None)
@@ -291,18 +296,9 @@ class AdapterStore:
         folders = [Path(part.path) for part in parts]
         if method["strategy"] == "linear":  # the others are of no higher rank than their parts
             self._files.check_sum(place.address, folders)
-        num_bytes = sum((folder / name).stat().st_size for folder in folders for name in FILES)
-        with _told_when_full(place), self._cache.staging(place.key, 2 * num_bytes + MERGE_BYTES) as folder:  # halves become float32
-            try:
-                self.merge(folders, weights, method, self._lora_shapes, folder / "merged")
-            except AdapterError as error:
-                raise AdapterFailed(f"adapter {place.address!r}: {error}") from error
-            for part in parts:
-                if self._files.check(part.adapter_id, Path(part.path)).signature != part.signature:
-                    raise AdapterFailed(f"adapter {place.address!r}: {part.adapter_id!r} has changed while it was merged; try again")
-            version = self._files.check(place.address, folder / "merged").version
-            path = self._cache.publish(place.key, folder / "merged", Entry("", version, stamp="", is_private=False))
-        return self._files.check(place.address, path)
+        with _told_when_full(place):
+            work = (self._cache, self._files, place, parts)
+            return merge_into(*work, lambda out: self.merge(folders, weights, method, self._lora_shapes, out))
 
 
 @contextlib.contextmanager

@@ -13,6 +13,10 @@ class KeyedLock:
     def __contains__(self, key: str) -> bool:
         return key in self._locks
 
+    def in_use(self) -> list[str]:
+        with self._guard:
+            return list(self._locks)
+
     def __len__(self) -> int:
         return len(self._locks)
 

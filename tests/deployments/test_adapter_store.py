@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 
 from loray.deployments import adapter_store, remembered_failures
+from loray.deployments.adapter_merging import MERGE_BYTES
 from loray.deployments.adapter_room import ANY_ROOM, AdapterRoom
 from loray.deployments.adapter_store import AdapterStore
 from loray.deployments.config import AdapterArgs
@@ -689,7 +690,7 @@ def test_a_cache_that_cannot_be_written_is_an_error_of_the_adapter(world: World)
 def test_a_merge_has_room_on_disk_for_its_values_in_float32(world: World) -> None:
     save_folder(world.folder / "local" / "part", rank=4)
     num_bytes = sum((world.folder / "local" / "part" / name).stat().st_size for name in (WEIGHTS, "adapter_config.json"))
-    recipe, enough = MergeRecipe(adapter_ids=("part",), weights=(0.5,)), 2 * num_bytes + adapter_store.MERGE_BYTES
+    recipe, enough = MergeRecipe(adapter_ids=("part",), weights=(0.5,)), 2 * num_bytes + MERGE_BYTES
     for disk_bytes in (enough - 1, enough):
         store = world.store(disk_bytes=disk_bytes)
         store.merge = merging([])

@@ -93,3 +93,28 @@ def test_who_may_not_read_it_does_not_use_up_a_reload(hub: Hub, store: AdapterSt
     assert store.is_stale(secret("good")), "he could not ask it"
     assert store.find(secret("good")).version != old.version
     assert not store.is_stale(secret("good"))
+
+
+def test_what_is_removed_while_its_source_is_asked_is_gone_when_it_has_come(hub: Hub, store: AdapterStore, tmp_path: Path) -> None:
+    hub.is_held = lambda handler: "/api/" in handler.path
+    with ThreadPoolExecutor() as threads:
+        download = threads.submit(store.find, secret("good"))
+        assert hub.is_asked.wait(HELD_S)
+        removal = threads.submit(store.remove, secret(""))
+        hub.door.set()
+        download.result(), removal.result()
+    assert not list((tmp_path / "cache").rglob("*.safetensors"))
+
+
+def test_a_later_wish_for_what_the_source_has_now_outlives_an_earlier_answer(hub: Hub, store: AdapterStore) -> None:
+    store.find(secret("good"))
+    store.forget(secret("good"))
+    hub.is_held = lambda handler: "/api/" in handler.path and hub._token(handler) == "better"
+    with ThreadPoolExecutor() as threads:
+        slow = threads.submit(store.find, secret("better"))
+        assert hub.is_asked.wait(HELD_S)
+        store.find(secret("good"))
+        store.forget(secret("good"))
+        hub.door.set()
+        slow.result()
+    assert store.is_stale(secret("good"))
