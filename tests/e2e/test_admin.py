@@ -37,7 +37,7 @@ def root(tiny_adapters: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def app(start_app: Callable[..., Any], tiny_model: Path, root: Path) -> Iterator[App]:
-    args = {"model": {"id": str(tiny_model)}, "adapters": {"local_roots": [root], "max_waiting": 2}, "api_keys": {"admin": "open"}}
+    args = {"model": {"id": str(tiny_model)}, "adapters": {"local_roots": [root], "max_waiting": 8}, "api_keys": {"admin": "open"}}
     args["scheduler"] = {"max_running": 2}
     with start_app(NAME, **args, driver={"min_replicas": 2, "max_replicas": 2}) as app:
         yield app
@@ -161,8 +161,8 @@ def test_too_many_who_wait_for_one_adapter_are_asked_to_come_again_and_keep_nobo
         parameters = {"adapter_id": adapter_id, "max_new_tokens": max_new_tokens, "ignore_eos_token": True}
         return app.post("/generate", {"inputs": PROMPT, "parameters": parameters})
 
-    with ThreadPoolExecutor(30) as clients:
-        flood = [clients.submit(answer, "a8", 300) for _ in range(28)]
+    with ThreadPoolExecutor(50) as clients:
+        flood = [clients.submit(answer, "a8", 300) for _ in range(44)]
         others = [clients.submit(answer, "a4", 8) for _ in range(2)]
         answers = [call.result() for call in flood]
         assert [call.result().status_code for call in others] == [200] * 2
