@@ -34,9 +34,7 @@ class AdapterReport:
         searches: Counter[AdapterRef] = Counter()  # downloads, mostly, that requests have begun -> how many of these have a token
         for ref in self._finder.searching():
             searches[written(ref)] += ref.api_token != ""
-        found = {
-            AdapterUse(ref): num_tokens > 0 for ref, num_tokens in searches.items() if ref not in known
-        }  # -> whether it may be private
+        found = {AdapterUse(ref): num > 0 for ref, num in searches.items() if ref not in known}  # -> whether it may be private
         uses += found
         uses += [AdapterUse(ref, adapter) for ref, adapter in await self._finder.left_on_disk([use.ref for use in uses])]
         disk = await self._finder.look(lambda: [self._on_disk(use, found.get(use, False)) for use in uses])
