@@ -30,7 +30,7 @@ from loray.deployments.config import ServerArgs
 SAMPLE_S = 0.1
 NUM_STREAMS, NUM_REQUESTS = 64, 512
 NUM_RUNS = 3
-NUM_INGRESSES = 4  # of which each has an interpreter's lock of its own
+MAX_INGRESSES = 4  # of which each has an interpreter's lock of its own
 
 
 def num_tokens(number: int) -> int:
@@ -79,8 +79,8 @@ async def clients(url: str, num_requests: int, run: str) -> float:
         return sum(map(num_tokens, range(num_requests))) / (time.perf_counter() - started)
 
 
-def through_http(model: Path) -> dict[str, Any]:
-    ingress, started = {"min_replicas": NUM_INGRESSES, "max_replicas": NUM_INGRESSES}, time.perf_counter()
+def through_http(model: Path, min_ingresses: int) -> dict[str, Any]:
+    ingress, started = {"min_replicas": min_ingresses, "max_replicas": MAX_INGRESSES}, time.perf_counter()
     with ExitStack() as running:
         url = running.enter_context(cluster())
         cluster_s = time.perf_counter() - started
@@ -113,6 +113,7 @@ def engine_alone(model: Path, adapters: Path) -> dict[str, Any]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--folder", type=Path, default=Path("/dev/shm/loray"))
+    parser.add_argument("--min-ingresses", type=int, default=MAX_INGRESSES, help="1: as serve_config.yaml has it, more as they are needed")
     parser.add_argument("--out", type=Path, required=True)
     options = parser.parse_args()
     os.environ["RAY_AUTH_MODE"] = "disabled"  # a cluster of its own that nothing outside this machine can reach
@@ -121,8 +122,9 @@ def main() -> None:
         os.environ["XDG_CACHE_HOME"] = cache
         proxy = "haproxy" if os.environ.get("RAY_SERVE_ENABLE_HA_PROXY") == "1" else "serve"
         report = environment("python -m benchmarks.gpu_serve --out FILE")
-        report |= {"streams": NUM_STREAMS, "tokens": "64 to 192", "requests": NUM_REQUESTS, "proxy": proxy, "ingresses": NUM_INGRESSES}
-        report |= through_http(model)
+        ingresses = f"{options.min_ingresses} to {MAX_INGRESSES}"
+        report |= {"streams": NUM_STREAMS, "tokens": "64 to 192", "requests": NUM_REQUESTS, "proxy": proxy, "ingresses": ingresses}
+        report |= through_http(model, options.min_ingresses)
         print(json.dumps(report), flush=True)
         report |= engine_alone(model, adapters)
     report["http / engine"] = round(report["http_tokens_per_s"] / report["engine_tokens_per_s"], 3)

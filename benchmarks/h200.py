@@ -128,16 +128,16 @@ def main() -> None:
     results = parts.run("decode", "-m", "benchmarks.gpu_decode", *folder, "--out")
     peer_results = run_vllm(parts, options.vllm, options.folder / "adapters") if options.vllm else []
     zipf = parts.run("zipf", "-m", "benchmarks.gpu_zipf", *folder, "--out")
-    serve = "-m", "benchmarks.gpu_serve", *folder, "--out"
-    served = parts.run("serve", *serve, RAY_SERVE_ENABLE_HA_PROXY="1")
-    served_as_shipped = parts.run("serve-own-proxy", *serve)
+    serve = "-m", "benchmarks.gpu_serve", *folder
+    served = parts.run("serve", *serve, "--out", RAY_SERVE_ENABLE_HA_PROXY="1")
+    served_as_shipped = parts.run("serve-as-shipped", *serve, "--min-ingresses", "1", "--out")
     peer = vllm_steps(peer_results)
     report = environment("python -m benchmarks.h200" + (" --vllm SCRIPT" if options.vllm else ""), "vllm") | {
         "ratios": ratios(results, peer_results) | {name: value for name, value in (zipf | served).items() if name in TARGETS},
         "loray": results,
         "256 adapters through a pool for 32": zipf,
         "through HTTP": served,
-        "through HTTP, Serve's own proxy": served_as_shipped,
+        "through HTTP, as shipped": served_as_shipped,
         "vllm": peer_results,
     }
     options.out.parent.mkdir(parents=True, exist_ok=True)

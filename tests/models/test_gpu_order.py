@@ -21,12 +21,19 @@ class Delayed:
         self.conductor = Conductor(folder, device="cuda")
         self._number = 0
 
-    def launch_load(self, folder: Path) -> Launched:
-        return self._launch(loads=[AdapterLoad(str(folder), PAGES)])
+    def launch_load(self, folder: Path, page_ids: list[int] = PAGES) -> Launched:
+        return self._launch(loads=[AdapterLoad(str(folder), page_ids)])
 
-    def launch_prompt(self, slot: int) -> Launched:
+    def launch_prompt(self, slot: int, page_ids: list[int] = PAGES) -> Launched:
         row = Row(slot, len(PROMPT), self.conductor.blocks(slot, 0, len(PROMPT)), True)
-        return self._launch([Admission(slot, PROMPT, [], 0, PAGES, Sampling())], [row])
+        return self._launch([Admission(slot, PROMPT, [], 0, page_ids, Sampling())], [row])
+
+    @property
+    def copies(self) -> torch.cuda.Stream:
+        """The stream of adapters on their way."""
+        stream = self.conductor.runner._lora._writer._stream
+        assert stream is not None
+        return stream
 
     def logprob_of(self, folder: Path) -> float:
         """With nothing beside it."""
@@ -67,8 +74,27 @@ def test_a_step_that_is_late_still_finds_its_adapter_where_another_takes_the_pag
 def test_a_step_waits_for_an_adapter_that_is_late(delayed: Delayed, adapters: dict[int, Path]) -> None:
     expected = delayed.logprob_of(adapters[4])
     assert abs(delayed.logprob_of(adapters[12]) - expected) > 1e-3
-    stream = delayed.conductor.runner._lora._writer._stream
-    assert stream is not None
-    keep_busy(stream)
+    keep_busy(delayed.copies)
     delayed.launch_load(adapters[4])
     assert delayed.launch_prompt(1).result().logprobs == pytest.approx([expected], abs=1e-5)
+
+
+def test_a_step_of_others_does_not_wait_for_an_adapter_that_is_late(delayed: Delayed, adapters: dict[int, Path]) -> None:
+    expected = delayed.launch_prompt(0, []).result().logprobs
+    keep_busy(delayed.copies)
+    load = delayed.launch_load(adapters[4])
+    assert delayed.launch_prompt(1, []).result().logprobs == expected
+    assert not load.is_done
+    load.result()
+
+
+def test_a_step_waits_for_each_of_two_adapters_that_are_late(delayed: Delayed, adapters: dict[int, Path]) -> None:
+    expected = {rank: delayed.logprob_of(adapters[rank]) for rank in (4, 12)}
+    delayed.launch_load(adapters[64], list(range(16, 24))).result()
+    assert len({round(delayed.launch_prompt(0, pages).result().logprobs[0], 3) for pages in (PAGES, [16, 17])}) == 2
+    keep_busy(delayed.copies)
+    delayed.launch_load(adapters[4], PAGES)
+    delayed.launch_load(adapters[12], [16, 17])
+    first, second = delayed.launch_prompt(1, PAGES), delayed.launch_prompt(2, [16, 17])
+    assert first.result().logprobs == pytest.approx([expected[4]], abs=1e-5)
+    assert second.result().logprobs == pytest.approx([expected[12]], abs=1e-5)
