@@ -121,7 +121,7 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as cache:
         os.environ["XDG_CACHE_HOME"] = cache
         proxy = "haproxy" if os.environ.get("RAY_SERVE_ENABLE_HA_PROXY") == "1" else "serve"
-        report = environment("python -m benchmarks.gpu_serve --out FILE")
+        report = environment(f"python -m benchmarks.gpu_serve --min-ingresses {options.min_ingresses} --out FILE")
         ingresses = f"{options.min_ingresses} to {MAX_INGRESSES}"
         report |= {"streams": NUM_STREAMS, "tokens": "64 to 192", "requests": NUM_REQUESTS, "proxy": proxy, "ingresses": ingresses}
         report |= through_http(model, options.min_ingresses)

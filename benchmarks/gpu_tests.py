@@ -13,8 +13,9 @@ import sys
 import tempfile
 import time
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
 from typing import Any
 from xml.etree import ElementTree
@@ -81,11 +82,11 @@ def main() -> None:
     options = parser.parse_args()
     report = json.loads(options.out.read_text()) if options.out.exists() else environment("python -m benchmarks.gpu_tests --out FILE")
     others = (file for file in sorted((HERE / "tests").rglob("test_*.py")) if file.parent.name != "kernels")
-    files = [[str(file.relative_to(HERE))] for file in others if MARKED.search(file.read_text())]
-    parts = {
+    files = [str(file.relative_to(HERE)) for file in others if MARKED.search(file.read_text())]
+    parts: dict[str, Callable[[], dict[str, Any]]] = {
         "kernels under compute-sanitizer memcheck": lambda: run_all(collected("tests/kernels"), options.processes, SANITIZER),
-        "models and server": lambda: run_all(files, 1),
         "kernels": lambda: run_all(collected("tests/kernels"), options.processes),
+        **{file: partial(run_all, [[file]], 1) for file in files},
     }
     for name, run in parts.items():
         if name not in report:

@@ -6,7 +6,7 @@ Lives on the driver's event loop. Knows neither tiers nor Ray.
 import asyncio
 import hashlib
 from collections import Counter, defaultdict
-from collections.abc import AsyncIterator, Callable, Iterable
+from collections.abc import AsyncIterator, Callable, Set
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager, ExitStack, asynccontextmanager
 from typing import Protocol, TypeVar
@@ -37,10 +37,10 @@ class Store(Protocol):
     """Where adapters come from. Blocking; any thread may call this."""
 
     def find(self, ref: AdapterRef) -> Adapter: ...
-    def merged(self, name: str, parts: list[Adapter], recipe: MergeRecipe) -> Adapter: ...
+    def merged(self, ref: AdapterRef, parts: list[Adapter]) -> Adapter: ...
     def is_local(self, ref: AdapterRef) -> bool: ...
     def named(self, ref: AdapterRef) -> AdapterRef: ...
-    def place_key(self, ref: AdapterRef) -> str: ...
+    def place_key(self, ref: AdapterRef, path: str = "") -> str: ...
     def forget(self, ref: AdapterRef) -> None: ...
     def remove(self, ref: AdapterRef, path: str = "") -> None: ...
     def hold(self, path: str) -> None: ...
@@ -53,7 +53,7 @@ class Store(Protocol):
     def is_stale(self, ref: AdapterRef) -> bool: ...
     def names(self) -> list[str]: ...
     def num_unlisted(self) -> int: ...
-    def left_on_disk(self, known: Iterable[AdapterRef]) -> list[tuple[AdapterRef, Adapter]]: ...
+    def left_on_disk(self, known: Set[str]) -> list[tuple[AdapterRef, Adapter]]: ...
 
 
 class AdapterFinder:
@@ -117,8 +117,8 @@ class AdapterFinder:
         """Delete a folder that was removed while it was needed."""
         await asyncio.get_running_loop().run_in_executor(self._removers, lambda: self._store.free(path))
 
-    async def left_on_disk(self, known: list[AdapterRef]) -> list[tuple[AdapterRef, Adapter]]:
-        """Downloads of an earlier process that none of these references means, in the versions that `find` would give them."""
+    async def left_on_disk(self, known: Set[str]) -> list[tuple[AdapterRef, Adapter]]:
+        """Downloads and merges of an earlier process, of other keys than these, in the versions that `find` would give them."""
         return [(ref, _of_its_place(adapter)) for ref, adapter in await self.look(lambda: self._store.left_on_disk(known))]
 
     async def names(self) -> list[str]:
@@ -192,7 +192,7 @@ class AdapterFinder:
             for part in refs:
                 parts.append(await self._found(part))
                 kept.enter_context(self._needed(parts[-1]))  # one part's download must not evict another
-            work = asyncio.get_running_loop().run_in_executor(self._mergers, lambda: self._store.merged(ref.adapter_id, parts, recipe))
+            work = asyncio.get_running_loop().run_in_executor(self._mergers, lambda: self._store.merged(ref, parts))
             merged = await work
         merged.account = account_of_merge(part.account for part in parts)
         merged.is_private = any(part.is_private for part in parts)

@@ -1,18 +1,21 @@
-"""Which adapters are listed: those that everybody gets by their name alone and that fit the base model. Blocking; loads nothing.
+"""Which adapters are listed: for everybody those that all get by their name alone and that fit the base model, and for admins what is on
+disk. Blocking; loads nothing.
 
 Servers with other models, other default sources and other lists of URLs share the disk.
 """
 
 import threading
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Set
+from contextlib import suppress
 from typing import NamedTuple
 
 from loray.deployments.adapter_files import AdapterFiles
-from loray.deployments.adapter_sources import Place, Source, place_of
+from loray.deployments.adapter_sources import Place, Source, named, place_of
+from loray.deployments.adapters import Adapter
 from loray.deployments.disk_cache import DiskCache
 from loray.deployments.errors import LorayError
-from loray.deployments.request import AdapterRef
+from loray.deployments.request import MERGE_OF, AdapterRef
 
 LOOK_S = 0.1  # of a processor, for what is new to one question
 DISK_S = 0.5  # likewise, and waiting for the disk counts
@@ -46,6 +49,23 @@ class AdapterListing:
             finally:
                 self._lock.release()
         return self._answer
+
+    def left_on_disk(self, known: Set[str]) -> list[tuple[AdapterRef, Adapter]]:
+        """Downloads and merges of other keys than these. Nothing but their place and version is looked up."""
+        left = []
+        for key, entry in self._cache.entries().items():
+            ref = entry.merge or AdapterRef(adapter_id=entry.name, source="" if "://" in entry.name else "hub")
+            path = str(self._cache.path(key, entry.version))
+            if key not in known:
+                with suppress(LorayError):  # a name that no request can use
+                    as_told = ref if ref.merge else named(ref, self._default_source)
+                    left.append((as_told, Adapter(ref.adapter_id, entry.version, path, num_pages=0, is_private=entry.is_private)))
+        return left
+
+    def merges(self, name: str) -> list[str]:
+        """The keys of those that are called so. A name that no merge has costs nothing."""
+        entries = self._cache.entries() if name.startswith(MERGE_OF) else {}
+        return [key for key, entry in entries.items() if entry.merge and entry.merge.adapter_id == name]
 
     def _look(self) -> list[str]:
         candidates = self._candidates()

@@ -36,7 +36,8 @@ class AdapterReport:
             searches[written(ref)] += ref.api_token != ""
         found = {AdapterUse(ref): num > 0 for ref, num in searches.items() if ref not in known}  # -> whether it may be private
         uses += found
-        uses += [AdapterUse(ref, adapter) for ref, adapter in await self._finder.left_on_disk([use.ref for use in uses])]
+        keys = {self._store.place_key(use.ref, use.path) for use in uses}
+        uses += [AdapterUse(ref, adapter) for ref, adapter in await self._finder.left_on_disk(keys)]
         disk = await self._finder.look(lambda: [self._on_disk(use, found.get(use, False)) for use in uses])
         # Before the places: what is loaded by the time they come may be in none of them yet.
         states: dict[AdapterUse, AdapterState] = {use: "loading" for use in uses if use.is_loading or use in found}

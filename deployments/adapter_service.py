@@ -231,6 +231,8 @@ class AdapterService:
                 self._unloading.append(use)
                 freed = partial(loop.call_soon_threadsafe, self._freed, use)
                 await self._ask(partial(AdapterTiers.unload, version=use.adapter.version, on_freed=freed))
+        if any(use.ref.merge for use in uses):
+            await self._finder.remove(ref)  # those that an earlier process has made, or of other versions of their parts
 
     async def _unload_found(self, ref: AdapterRef) -> None:
         """One that is being found, once it is. Those who wait for it have begun by then, and are served."""

@@ -30,6 +30,7 @@ class AdapterStatus(msgspec.Struct, frozen=True, kw_only=True):
     rank: int  # the largest of its modules, 0 = not looked up yet
     is_pinned: bool
     is_private: bool
+    is_merge: bool = False  # made by requests
     gpu_bytes: int
     host_bytes: int  # of the rank that needs most
     disk_bytes: int  # of its download; 0 for a local folder

@@ -7,8 +7,9 @@ import contextlib
 import hashlib
 import logging
 import secrets
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence, Set
 from dataclasses import dataclass, field
+from functools import partial
 from itertools import count
 from pathlib import Path
 from typing import Any
@@ -85,18 +86,19 @@ class AdapterStore:
         adapter.is_private = self.is_private(ref)
         return adapter
 
-    def merged(self, name: str, parts: list[Adapter], recipe: MergeRecipe) -> Adapter:
+    def merged(self, ref: AdapterRef, parts: list[Adapter]) -> Adapter:
         """Several adapters as one, kept like a download; the same versions and recipe are the same merge. Who asks may read the parts."""
-        method = {"strategy": recipe.strategy, "density": recipe.density, "majority_sign": recipe.majority_sign}
-        origin = msgspec.json.encode(([part.version for part in parts], recipe.weights, method))
-        place = Place("merge", name, hashlib.blake2b(origin, digest_size=12).hexdigest())
+        recipe = ref.merge
+        assert recipe is not None, "a merge has a recipe"
+        origin = msgspec.json.encode(([part.version for part in parts], recipe.weights, _method(recipe)))
+        place = Place("merge", ref.adapter_id, hashlib.blake2b(origin, digest_size=12).hexdigest())
         wish = _Wish(place, "", (place.key, b""))
-        with only_loray_errors(name), self._failures.of(wish.asker):
+        with only_loray_errors(ref.adapter_id), self._failures.of(wish.asker):
             adapter = self._held(wish)
             if adapter is None:
                 with self._fetching.only_one(place.key), self._failures.of(wish.asker), self._cache.only_one(place.key):
-                    adapter = self._held(wish) or self._merge(place, parts, recipe.weights, method)
-        adapter.adapter_id = name
+                    adapter = self._held(wish) or self._merge(place, self.named(ref), recipe, parts)
+        adapter.adapter_id = ref.adapter_id
         return adapter
 
     def names(self) -> list[str]:
@@ -107,18 +109,9 @@ class AdapterStore:
         """Folders that the last `names` had no time to look at."""
         return self._listing.num_new
 
-    def left_on_disk(self, known: Iterable[AdapterRef]) -> list[tuple[AdapterRef, Adapter]]:
-        """Downloads that none of these references means: others made them. Nothing but their place and version is looked up."""
-        keys = set(map(self.place_key, known))
-        left = []
-        for entry in self._cache.entries():
-            ref = AdapterRef(adapter_id=entry.name, source="" if "://" in entry.name else "hub")
-            with contextlib.suppress(InvalidRequest):  # a merge: it has no name
-                key = place_of(ref, self._default_source).key
-                if key not in keys:
-                    path = self._cache.path(key, entry.version)
-                    left.append((self.named(ref), Adapter(entry.name, entry.version, str(path), num_pages=0, is_private=entry.is_private)))
-        return left
+    def left_on_disk(self, known: Set[str]) -> list[tuple[AdapterRef, Adapter]]:
+        """Downloads and merges of other keys than these: others made them. Nothing but their place and version is looked up."""
+        return self._listing.left_on_disk(known)
 
     def forget(self, ref: AdapterRef) -> None:
         """The next find asks the source; where that fails, what is on disk is served on, unless the source says that it is no more.
@@ -130,15 +123,16 @@ class AdapterStore:
         self._failures.forget(key)
 
     def remove(self, ref: AdapterRef, path: str = "") -> None:
-        """Deletes its download; what is held is for `free`. The configured roots are left alone. path: of a merge; only it tells."""
+        """Deletes its download; what is held is for `free`. The configured roots are left alone. path: of one merge; else all of a name."""
         self.forget(ref)
         key = self.place_key(ref)
         self._readers.drop(lambda asker: asker[0] == key)
         for asker in (asker for asker in self._asking.in_use() if asker.startswith(f"{key} ")):
             with self._asking.only_one(asker):  # what comes now goes too
                 pass
-        with self._fetching.only_one(key):
-            self._cache.remove(self.place_key(ref, path))
+        for one in [self.place_key(ref, path)] if path else [key, *self._listing.merges(ref.adapter_id)]:
+            with self._fetching.only_one(one):
+                self._cache.remove(one)
         self._stale.pop(key, None)
         self._unrenewed.pop(key, None)
 
@@ -235,7 +229,7 @@ class AdapterStore:
         place, entry = wish.place, self._cache.entry(wish.place.key)
         if entry is None:
             return None
-        if entry.is_private and not self._may_read(wish):
+        if entry.is_private and not entry.merge and not self._may_read(wish):
             raise not_found(place)
         path = self._cache.path(place.key, entry.version)
         try:
@@ -292,13 +286,17 @@ class AdapterStore:
         with _told_when_full(place), self._failures.of_source(place.key):
             return download(self._sources[place.source], place, offer, wish.token, self._files, self._cache)
 
-    def _merge(self, place: Place, parts: list[Adapter], weights: Sequence[float], method: dict[str, Any]) -> Adapter:
+    def _merge(self, place: Place, ref: AdapterRef, recipe: MergeRecipe, parts: list[Adapter]) -> Adapter:
         folders = [Path(part.path) for part in parts]
-        if method["strategy"] == "linear":  # the others are of no higher rank than their parts
+        if recipe.strategy == "linear":  # the others are of no higher rank than their parts
             self._files.check_sum(place.address, folders)
+        work = partial(self.merge, folders, recipe.weights, _method(recipe), self._lora_shapes)
         with _told_when_full(place):
-            work = (self._cache, self._files, place, parts)
-            return merge_into(*work, lambda out: self.merge(folders, weights, method, self._lora_shapes, out))
+            return merge_into(self._cache, self._files, place, ref, parts, work)
+
+
+def _method(recipe: MergeRecipe) -> dict[str, Any]:
+    return {"strategy": recipe.strategy, "density": recipe.density, "majority_sign": recipe.majority_sign}
 
 
 @contextlib.contextmanager

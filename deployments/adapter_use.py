@@ -48,6 +48,7 @@ class AdapterUse:
             rank=self.adapter.rank if self.adapter else 0,
             is_pinned=bool(place and place.is_pinned),
             is_private=on_disk.is_private,
+            is_merge=self.ref.merge is not None,
             gpu_bytes=place.num_pages * page_bytes if place else 0,
             host_bytes=place.host_bytes if place else 0,
             disk_bytes=on_disk.num_bytes,

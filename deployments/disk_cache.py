@@ -22,6 +22,7 @@ from loray.deployments.adapter_files import content_hash
 from loray.deployments.adapter_sources import EXTRA_FILES, FILES
 from loray.deployments.adapter_status import TierUse
 from loray.deployments.node_locks import NodeLocks
+from loray.deployments.request import AdapterRef
 from loray.deployments.tier_uses import TierUses
 
 logger = logging.getLogger("ray.serve.loray")
@@ -34,10 +35,11 @@ ROOM = "room"  # nor so
 
 
 class Entry(msgspec.Struct, frozen=True):
-    name: str  # what a request calls it; "" = none can
+    name: str  # what a request calls it; "" = none can, as of a merge
     version: str
     stamp: str  # of the source, when it was read
     is_private: bool
+    merge: AdapterRef | None = None  # what it was made of, and is called, if it was not downloaded
 
 
 class DiskFull(Exception):
@@ -67,9 +69,10 @@ class DiskCache:
         except (OSError, msgspec.MsgspecError):
             return None
 
-    def entries(self) -> list[Entry]:
+    def entries(self) -> dict[str, Entry]:
+        """By key."""
         keys = [file.parent.name for file in self._folder.glob(f"*/{ENTRY_FILE}")]
-        return [entry for key in keys if (entry := self.entry(key))]
+        return {key: entry for key in keys if (entry := self.entry(key))}
 
     def stamps(self, max_keys: int) -> dict[str, str]:
         """Of each key's entry, what changes with it; none is read."""

@@ -8,7 +8,7 @@ from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationErr
 from loray.deployments.error_shapes import MAX_ERRORS, invalid_request
 from loray.deployments.errors import InvalidRequest
 from loray.deployments.grammars import GrammarKind, GrammarSpec
-from loray.deployments.request import SOURCES, AdapterRef, MajoritySign, MergeRecipe, MergeStrategy
+from loray.deployments.request import MERGE_OF, SOURCES, AdapterRef, MajoritySign, MergeRecipe, MergeStrategy
 from loray.deployments.service import MAX_ALTERNATIVES, MAX_SEED, MAX_STOPS, random_seed
 from loray.models.step import MAX_TOP_K, Sampling
 
@@ -257,7 +257,7 @@ def adapter_ref(
     if adapter_id and merged:
         raise InvalidRequest("adapter_id and merged_adapters: at most one of them can be given", "merged_adapters")
     recipe = merged.recipe if merged else None
-    name = f"merge of {', '.join(recipe.adapter_ids)}" if recipe else adapter_id
+    name = f"{MERGE_OF}{', '.join(recipe.adapter_ids)}" if recipe else adapter_id
     return AdapterRef(adapter_id=name, source=source or "", api_token=api_token or "", merge=recipe) if name else None
 
 

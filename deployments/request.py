@@ -14,6 +14,9 @@ MergeStrategy = Literal["linear", "ties", "dare_linear", "dare_ties"]
 MajoritySign = Literal["total", "frequency"]
 
 
+MERGE_OF = "merge of "  # and the names of its parts: what a merge is called
+
+
 class MergeRecipe(msgspec.Struct, frozen=True, kw_only=True):
     """Several adapters as one: what is added, how much of each, and how."""
 

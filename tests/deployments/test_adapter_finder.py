@@ -278,10 +278,10 @@ def test_what_is_on_disk_does_not_wait_for_downloads_however_many(world: World, 
 def test_merges_that_nobody_waits_for_any_more_are_not_made(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
     door, made = threading.Event(), []
 
-    def merged(name: str, parts: list[Adapter], recipe: MergeRecipe) -> Adapter:
-        made.append(name)
+    def merged(ref: AdapterRef, parts: list[Adapter]) -> Adapter:
+        made.append(ref.adapter_id)
         door.wait(HELD_S)
-        return AdapterStore.merged(world.store, name, parts, recipe)
+        return AdapterStore.merged(world.store, ref, parts)
 
     def merge(weight: float) -> AdapterRef:
         return AdapterRef(adapter_id="merge", merge=MergeRecipe(adapter_ids=(world.ref.adapter_id,), weights=(weight,)))

@@ -115,7 +115,7 @@ def test_nothing_that_this_server_refuses_is_listed_though_the_disk_is_shared(wo
     assert (picky.names(), other.names(), world.store(OTHER_SHAPES).names()) == (["mine"], [], [])
     with pytest.raises(AdapterFailed, match="may not read from there"):
         picky.find(AdapterRef(adapter_id=URL))
-    assert len(picky.left_on_disk([])) == len(other.left_on_disk([])) == 2, "they take bytes, whoever may use them"
+    assert len(picky.left_on_disk(set())) == len(other.left_on_disk(set())) == 2, "they take bytes, whoever may use them"
 
 
 def test_a_download_that_becomes_private_or_goes_is_not_listed_from_then_on(world: World) -> None:

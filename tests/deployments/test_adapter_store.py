@@ -16,8 +16,8 @@ from loray.deployments.adapter_store import AdapterStore
 from loray.deployments.config import AdapterArgs
 from loray.deployments.errors import AdapterFailed, AdapterNotFound, InvalidRequest, SourceFailed
 from loray.deployments.request import AdapterRef, MergeRecipe
-from loray.models.merging import MergeMethod, merge_adapters
 from tests.deployments.file_server import FileServer, Handler, Hold, HubServer
+from tests.deployments.merges import merge_ref, merging
 from tests.deployments.peft_folder import SHAPES, save_folder
 
 pytestmark = pytest.mark.slow  # downloads
@@ -234,7 +234,7 @@ def test_files_beside_an_adapter_do_not_count_for_its_merges(world: World) -> No
     store = world.store()
     store.merge = lambda folders, weights, method, shapes, out: shutil.copytree(folders[0], out, ignore=lambda *_: ["gone", "optimizer.pt"])
     part = store.find(AdapterRef(adapter_id="one"))
-    assert store.merged("merge", [part], MergeRecipe(adapter_ids=("one",), weights=(0.5,))).num_pages == 1
+    assert store.merged(merge_ref("merge", "one", weights=(0.5,)), [part]).num_pages == 1
 
 
 def test_threads_and_processes_that_want_one_adapter_download_it_once(world: World) -> None:
@@ -383,9 +383,10 @@ def test_a_download_that_finds_no_room_is_told_what_takes_it(world: World) -> No
 def test_a_merge_that_can_never_fit_on_disk_says_so(world: World) -> None:
     part = world.on_web("part")
     store = world.store(disk_bytes=500_000)
-    recipe = MergeRecipe(adapter_ids=("part",), weights=(0.5,))
+    store.merge = merging([])
+    half = merge_ref("half", "part", weights=(0.5,))
     with pytest.raises(AdapterFailed, match=r"half.* bytes on disk are more than adapters.disk_bytes \(500000\)$"):
-        store.merged("half", [store.find(part)], recipe)
+        store.merged(half, [store.find(part)])
 
 
 @pytest.mark.parametrize(
@@ -589,11 +590,9 @@ def test_what_an_earlier_process_left_on_disk_is_found_by_its_name_and_can_be_re
     save_folder(world.folder / "local" / "mine", rank=4)
     earlier = world.store()
     found = {adapter.path: adapter.version for adapter in (earlier.find(with_token("hf_one")), earlier.find(web))}
-    earlier.merge = merging([])
-    earlier.merged("half", [earlier.find(local)], MergeRecipe(adapter_ids=("mine",), weights=(0.5,)))
     store = world.store(default_source="local")
-    assert [ref for ref, _ in store.left_on_disk([HUB, local])] == [store.named(web)]
-    left = store.left_on_disk([])
+    assert [ref for ref, _ in store.left_on_disk({store.place_key(HUB), store.place_key(local)})] == [store.named(web)]
+    left = store.left_on_disk(set())
     assert {adapter.path: adapter.version for _, adapter in left} == found
     assert {ref.adapter_id: (store.disk_bytes(ref) > 0, store.is_private(ref)) for ref, _ in left} == {
         "org/small": (True, True),
@@ -602,31 +601,21 @@ def test_what_an_earlier_process_left_on_disk_is_found_by_its_name_and_can_be_re
     for ref, adapter in left:
         store.remove(ref)
         assert not Path(adapter.path).exists() and store.disk_bytes(ref) == 0
-    assert not store.left_on_disk([])
-
-
-def merging(merges: list[Path]) -> Callable[..., None]:
-    """The real merge, in this process, that counts."""
-
-    def merge(folders: Any, weights: Any, method: dict[str, Any], shapes: Any, out: Path) -> None:
-        merges.append(out)
-        merge_adapters(folders, weights, MergeMethod(**method), shapes, out)
-
-    return merge
+    assert not store.left_on_disk(set())
 
 
 def test_a_merge_is_made_once_and_another_recipe_or_version_is_another_merge(world: World) -> None:
     merges: list[Path] = []
     stores = [world.store(), world.store()]
     parts = [stores[0].find(world.on_web(name, seed=seed)) for seed, name in enumerate(("a", "b"))]
-    recipe = MergeRecipe(adapter_ids=("a", "b"), weights=(0.5, 0.5))
+    a_and_b = merge_ref("a and b", "a", "b", weights=(0.5, 0.5))
     for store in stores:
         store.merge = merging(merges)
-    first, second = (store.merged("a and b", parts, recipe) for store in stores)
+    first, second = (store.merged(a_and_b, parts) for store in stores)
     assert (first.path, first.version, first.rank, first.adapter_id) == (second.path, second.version, 8, "a and b")
     assert len(merges) == 1
-    stores[0].merged("a and b", parts, MergeRecipe(adapter_ids=("a", "b"), weights=(0.5, 0.6)))
-    stores[0].merged("a and b", [parts[0], stores[0].find(world.on_web("c", seed=2))], recipe)
+    stores[0].merged(merge_ref("a and b", "a", "b", weights=(0.5, 0.6)), parts)
+    stores[0].merged(a_and_b, [parts[0], stores[0].find(world.on_web("c", seed=2))])
     assert len(merges) == 3 and not list((world.folder / "cache").glob("partial/*"))
     assert stores[0].names() == [f"{world.web.url}/{name}" for name in ("a", "b", "c")]
 
@@ -639,7 +628,7 @@ def test_a_recipe_is_carried_out_to_the_letter(world: World) -> None:
     )
     parts = [store.find(world.on_web(name, seed=seed)) for seed, name in enumerate(("a", "b"))]
     recipe = MergeRecipe(adapter_ids=("a", "b"), weights=(0.5, -0.25), strategy="ties", density=0.3, majority_sign="frequency")
-    store.merged("a and b", parts, recipe)
+    store.merged(AdapterRef(adapter_id="a and b", merge=recipe), parts)
     assert methods == [((0.5, -0.25), {"strategy": "ties", "density": 0.3, "majority_sign": "frequency"})]
 
 
@@ -650,9 +639,10 @@ def test_a_merge_that_there_could_never_be_room_for_is_refused_before_it_is_made
     store.merge = merging(merges)
     parts, weights = [store.find(ref) for ref in refs], (0.5, 0.5)
     with pytest.raises(AdapterFailed, match="'both' needs 2 rank pages, the pool has 1"):
-        store.merged("both", parts, MergeRecipe(adapter_ids=("a", "b"), weights=weights))
+        store.merged(merge_ref("both", "a", "b", weights=weights), parts)
     assert not merges
-    assert store.merged("both", parts, MergeRecipe(adapter_ids=("a", "b"), weights=weights, strategy="ties")).num_pages == 1
+    ties = MergeRecipe(adapter_ids=("a", "b"), weights=weights, strategy="ties")
+    assert store.merged(AdapterRef(adapter_id="both", merge=ties), parts).num_pages == 1
 
 
 def test_a_merge_of_files_that_change_meanwhile_is_not_kept(world: World) -> None:
@@ -664,9 +654,9 @@ def test_a_merge_of_files_that_change_meanwhile_is_not_kept(world: World) -> Non
         merging([])(*args)
 
     store.merge = merge_late
-    ref, recipe = AdapterRef(adapter_id="part"), MergeRecipe(adapter_ids=("part",), weights=(0.5,))
+    part = store.find(AdapterRef(adapter_id="part"))
     with pytest.raises(AdapterFailed, match="'part' has changed while it was merged"):
-        store.merged("half a part", [store.find(ref)], recipe)
+        store.merged(merge_ref("half a part", "part", weights=(0.5,)), [part])
     assert not list((world.folder / "cache").glob("merge-*"))
 
 
@@ -677,7 +667,7 @@ def test_a_merge_that_fails_says_so_and_leaves_nothing(world: World) -> None:
     part = store.find(world.on_web("a"))
     for _ in range(2):
         with pytest.raises(AdapterFailed, match=r"much of a.*float32"):
-            store.merged("much of a", [part, part], MergeRecipe(adapter_ids=("a", "a"), weights=(1e300, 1e300)))
+            store.merged(merge_ref("much of a", "a", "a", weights=(1e300, 1e300)), [part, part])
     assert len(merges) == 1 and not list((world.folder / "cache").glob("partial/*"))
 
 
@@ -690,16 +680,16 @@ def test_a_cache_that_cannot_be_written_is_an_error_of_the_adapter(world: World)
 def test_a_merge_has_room_on_disk_for_its_values_in_float32(world: World) -> None:
     save_folder(world.folder / "local" / "part", rank=4)
     num_bytes = sum((world.folder / "local" / "part" / name).stat().st_size for name in (WEIGHTS, "adapter_config.json"))
-    recipe, enough = MergeRecipe(adapter_ids=("part",), weights=(0.5,)), 2 * num_bytes + MERGE_BYTES
+    half, enough = merge_ref("half", "part", weights=(0.5,)), 2 * num_bytes + MERGE_BYTES
     for disk_bytes in (enough - 1, enough):
         store = world.store(disk_bytes=disk_bytes)
         store.merge = merging([])
         part = store.find(AdapterRef(adapter_id="part"))
         if disk_bytes < enough:
             with pytest.raises(AdapterFailed, match=f"{enough} bytes on disk are more than"):
-                store.merged("half", [part], recipe)
+                store.merged(half, [part])
         else:
-            assert store.merged("half", [part], recipe).num_pages == 1
+            assert store.merged(half, [part]).num_pages == 1
 
 
 def test_what_was_removed_is_not_kept_in_mind_as_one_to_be_asked_for_anew(world: World) -> None:

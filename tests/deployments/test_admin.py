@@ -124,6 +124,7 @@ def test_the_list_puts_replicas_together_and_shows_private_adapters(service: Ser
         "rank": 8,
         "is_pinned": False,
         "is_private": False,
+        "is_merge": False,
         "gpu_bytes": 0,
         "host_bytes": 1 << 20,
         "disk_bytes": 0,
@@ -323,6 +324,19 @@ def test_an_action_is_for_the_one_that_is_loaded_rather_than_for_a_download_left
     call(service, "POST", f"/poet/{action}")
     (change,) = backend.changes
     assert change.ref.source == "local"
+
+
+@pytest.mark.parametrize("action", ["pin", "reload"])
+def test_what_requests_have_merged_is_neither_pinned_nor_reloaded(service: Service, backend: ScriptedBackend, action: str) -> None:
+    backend.statuses = {"replica": [status_of("merge of a, b", "host", source="", is_merge=True)]}
+    response = call(service, "POST", f"/merge of a, b/{action}")
+    assert (
+        response.status_code == 422
+        and f"'merge of a, b' is a merge, made by requests; {action} the" in response.json()["error"]
+        and not backend.changes
+    )
+    assert call(service, "DELETE", "/merge of a, b").status_code == 200
+    assert [change.action for change in backend.changes] == ["unload"]
 
 
 def test_unpin_is_for_the_one_that_is_pinned(service: Service, backend: ScriptedBackend) -> None:

@@ -37,7 +37,7 @@ def test_what_was_published_is_found_by_another_cache_on_the_same_folder(tmp_pat
     entry = again.entry(KEY)
     assert entry is not None and again.path(KEY, entry.version) == path and is_whole(path, entry.version)
     assert again.num_bytes(KEY) == folder_bytes(tmp_path)
-    assert [entry.name for entry in again.entries()] == [KEY]
+    assert {key: entry.name for key, entry in again.entries().items()} == {KEY: KEY}
 
 
 def test_the_least_recently_used_is_evicted_first_and_what_is_in_use_never(tmp_path: Path) -> None:
@@ -260,7 +260,7 @@ def test_an_unreadable_entry_is_none(tmp_path: Path) -> None:
     cache = DiskCache(tmp_path / "cache", 1 << 20)
     keep(cache, KEY, folder_bytes(tmp_path))
     (tmp_path / "cache" / KEY / "entry.json").write_text("{")
-    assert cache.entry(KEY) is None and cache.entries() == []
+    assert cache.entry(KEY) is None and cache.entries() == {}
 
 
 def test_only_one_holds_a_key_and_others_are_free(tmp_path: Path) -> None:

@@ -122,6 +122,22 @@ def test_a_load_of_another_revision_unloads_the_one_before_when_it_is_there(worl
     run(work)
 
 
+def test_what_the_id_meant_before_stays_until_a_load_of_what_requests_have_used_already_is_over(world: World) -> None:
+    async def work() -> None:
+        await world.done("load", LOCAL)
+        await world.service.find(MAIN)
+        world.hub.held = "main"
+        await world.admin.change("load", MAIN)
+        await world.service._unload_replaced("org/it")  # as the end of a load does that was overtaken
+        before = await world.status(LOCAL)
+        assert before and before.state == "host"
+        world.hub.door.set()
+        await world.settled()
+        assert await world.status(LOCAL) is None and await world.status(MAIN)
+
+    run(work)
+
+
 def test_unloading_what_is_on_its_way_unloads_what_the_id_meant_before(world: World) -> None:
     async def work() -> None:
         await world.done("load", NEWEST, is_pinned=True)

@@ -1,0 +1,114 @@
+"""Merges on disk are told to admins and leave when they say so, whichever process has made them."""
+
+import asyncio
+from pathlib import Path
+
+import pytest
+
+from loray.deployments.adapter_service import AdapterService
+from loray.deployments.adapter_status import AdapterStatus
+from loray.deployments.adapter_store import AdapterStore
+from loray.deployments.config import AdapterArgs
+from loray.deployments.engine import Engine
+from loray.deployments.request import AdapterRef
+from tests.deployments.merges import merge_ref, merging
+from tests.deployments.peft_folder import SHAPES, save_folder
+from tests.deployments.rank_in_process import PAGE_BYTES, RankInProcess, start_engine
+from tests.deployments.replica_admin import ReplicaAdmin
+
+NAME, OTHER = "merge of small, large", "merge of small"
+
+
+@pytest.fixture
+def root(tmp_path: Path) -> Path:
+    for name, rank in (("small", 4), ("large", 16)):
+        save_folder(tmp_path / "root" / name, rank)
+    return tmp_path / "root"
+
+
+@pytest.fixture
+def engine() -> Engine:
+    return start_engine(RankInProcess())
+
+
+def new_store(root: Path) -> AdapterStore:
+    """As another process has it."""
+    store = AdapterStore(AdapterArgs(local_roots=[root]), SHAPES, root.parent / "cache")
+    store.merge = merging([])
+    return store
+
+
+def make(store: AdapterStore, ref: AdapterRef, is_private: bool = False) -> Path:
+    """Where it is."""
+    assert ref.merge is not None
+    parts = [store.find(AdapterRef(adapter_id=part)) for part in ref.merge.adapter_ids]
+    parts[0].is_private = is_private
+    return Path(store.merged(ref, parts).path)
+
+
+def test_what_an_earlier_process_has_merged_is_listed_by_its_name_and_removed_by_it_alone(root: Path) -> None:
+    halves, wholes, other = (
+        merge_ref(NAME, "small", "large", weights=(0.5, 0.5)),
+        merge_ref(NAME, "small", "large", weights=(1.0, 1.0)),
+        merge_ref(OTHER, "small", weights=(0.5,)),
+    )
+    earlier = new_store(root)
+    paths = {ref: make(earlier, ref, is_private=ref is other) for ref in (halves, wholes, other)}
+    store = new_store(root)
+    left = {ref: (Path(adapter.path), adapter.is_private) for ref, adapter in store.left_on_disk(set())}
+    assert left == {ref: (path, ref is other) for ref, path in paths.items()}
+    known = {store.place_key(halves, str(paths[halves]))}
+    assert {ref for ref, _ in store.left_on_disk(known)} == {wholes, other}
+    store.remove(halves, str(paths[halves]))
+    assert [path.exists() for path in paths.values()] == [False, True, True]
+    make(store, halves)
+    store.remove(AdapterRef(adapter_id=NAME))
+    assert [path.exists() for path in paths.values()] == [False, False, True]
+
+
+def test_a_token_is_not_written_to_disk_with_what_it_has_merged(root: Path) -> None:
+    ref = AdapterRef(adapter_id=OTHER, api_token="hf_secret", merge=merge_ref(OTHER, "small", weights=(0.5,)).merge)
+    path = make(new_store(root), ref)
+    assert all(b"hf_secret" not in file.read_bytes() for file in path.parent.rglob("*") if file.is_file())
+
+
+def test_a_merge_of_what_is_private_is_found_again_by_who_may_read_its_parts(root: Path) -> None:
+    ref = merge_ref(OTHER, "small", weights=(0.5,))
+    assert make(new_store(root), ref, is_private=True) == make(new_store(root), ref, is_private=True)
+
+
+def test_a_new_replica_tells_of_merges_and_unloads_all_of_a_name(root: Path, engine: Engine) -> None:
+    earlier = new_store(root)
+    left = make(earlier, merge_ref(NAME, "small", "large", weights=(0.25, 0.25)))
+    save_folder(root / "large", 16, seed=7)
+    used = merge_ref(NAME, "small", "large", weights=(0.5, 0.5))
+    before = make(earlier, used)
+    save_folder(root / "large", 16, seed=8)
+    service = AdapterService(new_store(root), engine, max_waiting=2, page_bytes=PAGE_BYTES)
+
+    async def merges() -> list[AdapterStatus]:
+        return [status for status in await service.statuses() if status.is_merge]
+
+    async def work() -> None:
+        assert [(status.adapter_id, status.state, status.disk_bytes > 0) for status in await merges()] == [(NAME, "known", True)] * 2
+        await service.load(used)
+        now = Path((await service.find(used)).path)
+        assert sorted(status.state for status in await merges()) == ["host", "known", "known"] and now not in (left, before)
+        await ReplicaAdmin(service).change("unload", NAME)
+        while await merges():
+            await asyncio.sleep(0.01)
+        assert not any(path.exists() for path in (left, before, now))
+
+    asyncio.run(asyncio.wait_for(work(), 30))
+
+
+def test_a_merge_that_only_an_earlier_replica_used_is_unloaded_too(root: Path, engine: Engine) -> None:
+    path = make(new_store(root), merge_ref(OTHER, "small", weights=(0.5,)))
+    service = AdapterService(new_store(root), engine, max_waiting=2, page_bytes=PAGE_BYTES)
+
+    async def work() -> None:
+        await ReplicaAdmin(service).change("unload", OTHER)
+        while path.exists():
+            await asyncio.sleep(0.01)
+
+    asyncio.run(asyncio.wait_for(work(), 30))
