@@ -14,6 +14,7 @@ from loray.models import runner
 from loray.models.checkpoint import resolve_model
 from loray.models.parallel import Parallel
 from loray.models.runner import Runner
+from loray.models.runner_sizes import RunnerOptions, RunnerSizes
 from loray.models.step import Admission, Row, Sampling, Step
 
 TEXT = Path(__file__).parent.parent / "README.md"
@@ -22,7 +23,8 @@ NUM_TOKENS, BLOCK = 1024, 16
 
 def text_logprobs(folder: Path, tokens: list[int], has_float8_cache: bool) -> list[float]:
     """In two chunks: the second reads keys and values of the first from the cache."""
-    made = Runner(folder, Parallel(), torch.device("cpu"), torch.float32, 1, len(tokens) + 1, BLOCK, has_float8_cache=has_float8_cache)
+    sizes = RunnerSizes(1, len(tokens) + 1, BLOCK)
+    made = Runner(folder, Parallel(), torch.device("cpu"), torch.float32, sizes, RunnerOptions(has_float8_cache=has_float8_cache))
     num_blocks, half = len(tokens) // BLOCK, len(tokens) // 2
     made.allocate(num_blocks, 0)
     blocks = list(range(num_blocks))

@@ -15,6 +15,7 @@ from benchmarks.environment import environment
 from benchmarks.llama_8b import NUM_PROMPT, POOL_PAGES, Case, make
 from loray.models.parallel import Parallel
 from loray.models.runner import Runner
+from loray.models.runner_sizes import RunnerOptions, RunnerSizes
 from loray.models.step import AdapterLoad, Admission, Row, Sampling, Step
 
 NUM_STEPS = 20
@@ -25,9 +26,10 @@ class Decoding:
     """Rows that have their prompts computed, and decode step by step."""
 
     def __init__(self, folder: Path, max_running: int, num_pages: int = POOL_PAGES, **flags: bool) -> None:
-        """flags: of the runner."""
+        """flags: RunnerOptions."""
         model, self._adapters = make(folder)
-        self.runner = Runner(model, Parallel(), torch.device("cuda", 0), torch.bfloat16, max_running, 4096, BLOCK, **flags)
+        sizes, options = RunnerSizes(max_running, 4096, BLOCK), RunnerOptions(**flags)
+        self.runner = Runner(model, Parallel(), torch.device("cuda", 0), torch.bfloat16, sizes, options)
         self.runner.allocate(max_running * 64, num_pages)
         self._step_id = 0
 

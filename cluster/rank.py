@@ -19,6 +19,7 @@ from loray.cluster.channel import Address, StepReceiver
 from loray.cluster.heartbeat import start_rank_heartbeat
 from loray.cluster.host_loads import HostLoader
 from loray.models.launched import Launched
+from loray.models.runner_sizes import RunnerOptions, RunnerSizes
 from loray.models.step import LoadReport
 
 if TYPE_CHECKING:  # imported when a rank loads: the driver, which makes ranks, has no use for torch
@@ -40,10 +41,7 @@ class RankSpec(msgspec.Struct, frozen=True):
     device: Literal["cpu", "cuda"]
     dtype: str
     world_size: int
-    max_running: int
-    max_total_tokens: int
-    max_batch_tokens: int
-    block_size: int
+    sizes: RunnerSizes
     memory_fraction: float
     has_float8_cache: bool = False
     implementation: Literal["native", "transformers"] = "native"
@@ -91,9 +89,8 @@ class Rank:
         spec = self._spec
         parallel = init_parallel(self._rank, spec.world_size, master[0], master[1], device)
         dtype = getattr(torch, spec.dtype)
-        sizes = spec.max_running, spec.max_total_tokens, spec.block_size
-        flags = spec.trust_remote_code, spec.has_float8_cache, spec.quantization == "fp8"
-        return Runner(Path(spec.model_path), parallel, device, dtype, *sizes, *flags, spec.max_batch_tokens)
+        options = RunnerOptions(spec.trust_remote_code, spec.has_float8_cache, spec.quantization == "fp8")
+        return Runner(Path(spec.model_path), parallel, device, dtype, spec.sizes, options)
 
     def _hosted_runner(self, device: "torch.device") -> "CausalLMRunner":
         import torch
@@ -105,7 +102,7 @@ class Rank:
         assert spec.world_size == 1, "a model that transformers runs has one rank"
         options = HostedOptions(spec.trust_remote_code, spec.quantization)
         dtype = getattr(torch, spec.dtype)
-        return CausalLMRunner(Path(spec.model_path), device, dtype, spec.max_running, spec.max_total_tokens, spec.block_size, options)
+        return CausalLMRunner(Path(spec.model_path), device, dtype, spec.sizes, options)
 
     def allocate(self, num_blocks: int, num_pages: int) -> int:
         """How many blocks it came to."""

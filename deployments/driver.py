@@ -46,6 +46,7 @@ from loray.deployments.sequence import Ending
 from loray.deployments.tracing import Tracing, make_tracing
 from loray.models.checkpoint import eos_token_ids, model_limits, read_config, resolve_model
 from loray.models.converted import cache_folder
+from loray.models.runner_sizes import RunnerSizes
 from loray.models.step import LoadReport
 
 logger = logging.getLogger("ray.serve.loray")
@@ -220,7 +221,7 @@ def driver_info(args: ServerArgs, spec: RankSpec, report: LoadReport, stats: Map
         "tensor_parallel_size": args.tensor_parallel_size,
         "kv_blocks": stats["kv_blocks"],
         "adapter_pages": stats["adapter_pages"],
-        "max_total_tokens": fitting_tokens(args, spec.max_total_tokens, num_tokens),
+        "max_total_tokens": fitting_tokens(args, spec.sizes.max_total_tokens, num_tokens),
         "max_batch_total_tokens": num_tokens,  # of all that run
         "vocab_size": model_limits(read_config(folder)).vocab_size,
     }
@@ -246,15 +247,13 @@ def check_template(generation: GenerationRequest, own: AdapterTemplate) -> None:
 
 def rank_spec(args: ServerArgs, folder: Path) -> RankSpec:
     limits = model_limits(read_config(folder))
+    max_total_tokens = min(args.model.max_total_tokens, limits.max_position_embeddings or args.model.max_total_tokens)
     return RankSpec(
         model_path=str(folder),
         device="cuda" if args.device == "cuda" else "cpu",
         dtype=args.model.dtype if args.model.dtype != "auto" else ("bfloat16" if args.device == "cuda" else "float32"),
         world_size=args.tensor_parallel_size,
-        max_running=args.scheduler.max_running,
-        max_total_tokens=min(args.model.max_total_tokens, limits.max_position_embeddings or args.model.max_total_tokens),
-        max_batch_tokens=args.scheduler.max_batch_tokens,
-        block_size=BLOCK_SIZE,
+        sizes=RunnerSizes(args.scheduler.max_running, max_total_tokens, BLOCK_SIZE, args.scheduler.max_batch_tokens),
         memory_fraction=args.kv_cache.memory_fraction,
         has_float8_cache=args.kv_cache.dtype == "fp8",
         implementation=check_model(args),

@@ -22,6 +22,7 @@ from loray.models.lora import LoraPool
 from loray.models.lora_groups import lora_work, sort_key, special_rows
 from loray.models.padded_batch import PaddedBatch
 from loray.models.prompt_logprobs import MAX_PIECE, PromptLogprobs
+from loray.models.runner_sizes import RunnerSizes
 from loray.models.slot_sampling import Sampled, SlotSampling
 from loray.models.slots import Slots
 from loray.models.step import Admission, LoadReport, Pooling, Row, Step, StepResult
@@ -38,9 +39,7 @@ class CausalLMRunner:
         model_path: Path,
         device: torch.device,
         dtype: torch.dtype,
-        max_running: int,
-        max_total_tokens: int,
-        block_size: int = 16,
+        sizes: RunnerSizes,
         options: HostedOptions | None = None,
     ) -> None:
         started = time.perf_counter()
@@ -49,20 +48,20 @@ class CausalLMRunner:
         with weights_fit(device):
             self._hosted = HostedModel(model_path, device, dtype, options)
         self._load_seconds = time.perf_counter() - started
-        self._device, self._dtype, self._block_size = device, dtype, block_size
+        self._device, self._dtype, self._block_size = device, dtype, sizes.block_size
         self._lora = LoraPool(self._hosted.model)
         self.host_adapters = self._lora.host
-        self._slots = Slots.empty(max_running, max_blocks=0)
-        self._pooling: list[Pooling] = [""] * max_running
+        self._slots = Slots.empty(sizes.max_running, max_blocks=0)
+        self._pooling: list[Pooling] = [""] * sizes.max_running
         self._hidden_sums: dict[int, Tensor] = {}  # slot -> [hidden_size] float32, of the tokens computed so far
         # One column more: a row that runs one step beyond its end samples a token nobody reads.
-        self._tokens = torch.zeros(max_running, max_total_tokens + 1, dtype=torch.int32, device=device)
+        self._tokens = torch.zeros(sizes.max_running, sizes.max_total_tokens + 1, dtype=torch.int32, device=device)
         self._prompts = PromptLogprobs()
         self.grammars = GrammarMasks(model_path, options.trust_remote_code)
         self._sampling = SlotSampling(self._tokens, self.grammars)
         self._batches: list[PaddedBatch] = []  # each slot that has computed tokens is a row of exactly one
         self._block_users: dict[int, tuple[int, int]] = {}  # block id -> the slot it was last given to, and its admission
-        self._num_admissions = [0] * max_running
+        self._num_admissions = [0] * sizes.max_running
 
     def report(self, memory_fraction: float) -> LoadReport:
         return LoadReport(

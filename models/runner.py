@@ -39,6 +39,7 @@ from loray.models.pooler import Pooler
 from loray.models.prompt_logprobs import MAX_PIECE, PromptLogprobs
 from loray.models.recorded_decodes import RecordedDecodes
 from loray.models.registry import model_class
+from loray.models.runner_sizes import RunnerOptions, RunnerSizes
 from loray.models.slot_sampling import Drawn, SlotSampling
 from loray.models.slots import Slots
 from loray.models.step import Admission, LoadReport, Row, Sampling, Step, StepResult
@@ -59,41 +60,37 @@ class Runner:
         parallel: Parallel,
         device: torch.device,
         dtype: torch.dtype,
-        max_running: int,
-        max_total_tokens: int,
-        block_size: int = 16,
-        trust_remote_code: bool = False,
-        has_float8_cache: bool = False,
-        has_float8_weights: bool = False,
-        max_batch_tokens: int = 2048,
+        sizes: RunnerSizes,
+        options: RunnerOptions | None = None,
     ) -> None:
         started = time.perf_counter()
+        options = options or RunnerOptions()
         if device.type == "cpu":
             native.prepare(cache_folder() / "native")
         config = AutoConfig.from_pretrained(model_path)
         with weights_fit(device), born_on(device, dtype), torch.inference_mode():
-            self._model = model_class(config)(config, parallel, max_total_tokens)
-            check_device(device, self._model.kv_shape[2], has_float8_cache, has_float8_weights)
-            load_weights(self._model, model_path, has_float8_weights)
-        if has_float8_weights:
+            self._model = model_class(config)(config, parallel, sizes.max_total_tokens)
+            check_device(device, self._model.kv_shape[2], options.has_float8_cache, options.has_float8_weights)
+            load_weights(self._model, model_path, options.has_float8_weights)
+        if options.has_float8_weights:
             release(device)  # the weights as they were read
         self._load_seconds = time.perf_counter() - started
         self._vocab_size = int(config.get_text_config().vocab_size)
         self._parallel, self._all_fit = parallel, partial(all_fit, parallel, device)
-        self._device, self._dtype, self._block_size = device, dtype, block_size
+        self._device, self._dtype, self._sizes, self._block_size = device, dtype, sizes, sizes.block_size
         self._lora = LoraPool(self._model, parallel)
         self.host_adapters = self._lora.host
-        self._slots = Slots.empty(max_running, max_blocks=-(-max_total_tokens // block_size) + 1)
+        self._slots = Slots.empty(sizes.max_running, max_blocks=-(-sizes.max_total_tokens // sizes.block_size) + 1)
         # One column more: a row that runs one step beyond its end samples a token nobody reads. One row more, for rows of nobody.
-        self._tokens = torch.zeros(max_running + 1, max_total_tokens + 1, dtype=torch.int32, device=device)
-        self._table = PagedTable(self._slots, block_size, device) if uses_triton(device) else None
-        attention = self._table or GroupPlanner(self._slots, block_size, dtype, device, self._model.windows)
+        self._tokens = torch.zeros(sizes.max_running + 1, sizes.max_total_tokens + 1, dtype=torch.int32, device=device)
+        self._table = PagedTable(self._slots, sizes.block_size, device) if uses_triton(device) else None
+        attention = self._table or GroupPlanner(self._slots, sizes.block_size, dtype, device, self._model.windows)
         self._planner = Planner(self._tokens, attention, self._lora.specials, dtype)
         self._pooler = Pooler()
         self._prompts = PromptLogprobs()
-        self.grammars = GrammarMasks(model_path, trust_remote_code, is_timed=parallel.rank == 0)
+        self.grammars = GrammarMasks(model_path, options.trust_remote_code, is_timed=parallel.rank == 0)
         self._sampling = SlotSampling(self._tokens, self.grammars, parallel)
-        self._has_float8_cache, self._max_batch_tokens = has_float8_cache, max_batch_tokens
+        self._has_float8_cache = options.has_float8_cache
         self._scales: Tensor | None = None  # [num_layers, 2] float32, of a float8 cache
         self._kv_cache: KVCache | None = None
         self._graphs: DecodeGraphs | None = None
@@ -139,8 +136,7 @@ class Runner:
             if has_room and self._graphs:
                 has_room = self._graphs.capture(num_pages > 0, self._all_fit, partial(self._parallel.any_rank, device=self._device))
         if has_room and self._table:
-            sizes = len(self._tokens) - 1, self._tokens.shape[1] - 1, self._max_batch_tokens, self._block_size
-            steps = warm_up_steps(StepLimits(*sizes, num_blocks, num_pages))
+            steps = warm_up_steps(StepLimits(self._sizes, num_blocks, num_pages))
             has_room = all(self._all_fit(partial(self.execute, step)) for step in steps)
             for step in steps if has_room and not self._parallel.is_alone else ():
                 self.execute(step)  # what carries the sums takes memory too, when it is first used

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 
 from loray.kernels.lora import SHORT_BLOCK
 from loray.models.cuda_graph import CAPTURED
+from loray.models.runner_sizes import RunnerSizes
 from loray.models.step import Admission, Row, Sampling, Step
 
 ANY_SAMPLING = Sampling(temperature=0.8, top_k=40, top_p=0.9, typical_p=0.9, repetition_penalty=1.1, num_alternatives=2)
@@ -16,64 +17,62 @@ MANY_PAGES = 3  # of an adapter: more ranks than a program multiplies at once, w
 class StepLimits:
     """What no step goes beyond."""
 
-    max_running: int
-    max_total_tokens: int  # of a sequence
-    max_batch_tokens: int
-    block_size: int
+    sizes: RunnerSizes
     num_blocks: int
     num_pages: int
 
     @property
     def longest(self) -> int:
         """Tokens of a sequence that has all blocks."""
-        return min(self.max_total_tokens, self.num_blocks * self.block_size)
+        return min(self.sizes.max_total_tokens, self.num_blocks * self.sizes.block_size)
 
 
-def warm_up_steps(limits: StepLimits) -> Iterator[Step]:
+def warm_up_steps(limits: StepLimits) -> list[Step]:
     adapters = [list(range(min(count, limits.num_pages))) for count in (1, MANY_PAGES)] if limits.num_pages else []
-    yield from _prompts(limits)
-    for page_ids in adapters:
-        for num_tokens in (SHORT_BLOCK, CAPTURED.max_tokens + 1):  # short blocks of LoRA's, and long ones
-            yield _embedding(min(num_tokens, limits.longest, limits.max_batch_tokens), page_ids, limits)
-    yield _most_rows(limits)
-    yield _most_tokens(adapters[-1] if adapters else [], limits)
+    lengths = SHORT_BLOCK, CAPTURED.max_tokens + 1  # short blocks of LoRA's, and long ones
+    embeddings = [
+        _embedding(min(num_tokens, limits.longest, limits.sizes.max_batch_tokens), page_ids, limits)
+        for page_ids in adapters
+        for num_tokens in lengths
+    ]
+    return [*_prompts(limits), *embeddings, _most_rows(limits), _most_tokens(adapters[-1] if adapters else [], limits)]
 
 
 def _prompts(limits: StepLimits) -> Iterator[Step]:
     """One that is too long for a graph, if it may be, and a second beside its decode."""
-    most = min(limits.max_total_tokens, limits.max_batch_tokens, limits.num_blocks // 2 * limits.block_size)
+    most = min(limits.sizes.max_total_tokens, limits.sizes.max_batch_tokens, limits.num_blocks // 2 * limits.sizes.block_size)
     num_tokens = min(CAPTURED.max_tokens + 1, most - 1)
     if num_tokens < 1:
         return
-    size = -(-(num_tokens + 1) // limits.block_size)
+    size = -(-(num_tokens + 1) // limits.sizes.block_size)
     prompts = [Admission(slot, [0] * num_tokens, [], 0, [], sampling) for slot, sampling in enumerate((Sampling(), ANY_SAMPLING))]
     rows = [Row(slot, num_tokens, list(range(slot * size, (slot + 1) * size)), True) for slot in (0, 1)]
     yield Step(0, [], prompts[:1], rows[:1])
-    if limits.max_running > 1:
+    if limits.sizes.max_running > 1:
         yield Step(0, [], prompts[1:], [Row(0, 1, [], True), rows[1]])
 
 
 def _embedding(num_tokens: int, page_ids: list[int], limits: StepLimits) -> Step:
     """Never replayed, however short it is."""
-    block_ids = list(range(-(-num_tokens // limits.block_size)))
+    block_ids = list(range(-(-num_tokens // limits.sizes.block_size)))
     return Step(0, [], [Admission(0, [0] * num_tokens, [], 0, page_ids, Sampling(), "last")], [Row(0, num_tokens, block_ids, True)])
 
 
 def _most_rows(limits: StepLimits) -> Step:
     """All of them sample."""
-    slots = range(min(limits.max_running, limits.max_batch_tokens, limits.num_blocks))
+    slots = range(min(limits.sizes.max_running, limits.sizes.max_batch_tokens, limits.num_blocks))
     return Step(0, [], [Admission(slot, [0], [], 0, [], ANY_SAMPLING) for slot in slots], [Row(slot, 1, [slot], True) for slot in slots])
 
 
 def _most_tokens(page_ids: list[int], limits: StepLimits) -> Step:
     """The last tokens of sequences that are as long as they may be. The keys before them are whatever lies in their blocks."""
-    num_new = min(limits.max_batch_tokens, limits.longest)
-    num_cached = (limits.longest - num_new) // limits.block_size  # blocks
-    size = num_cached - (-num_new // limits.block_size)
+    num_new = min(limits.sizes.max_batch_tokens, limits.longest)
+    num_cached = (limits.longest - num_new) // limits.sizes.block_size  # blocks
+    size = num_cached - (-num_new // limits.sizes.block_size)
     admissions, rows = [], []
-    for slot in range(min(limits.max_running, limits.max_batch_tokens // num_new, limits.num_blocks // size)):
+    for slot in range(min(limits.sizes.max_running, limits.sizes.max_batch_tokens // num_new, limits.num_blocks // size)):
         block_ids = list(range(slot * size, (slot + 1) * size))
-        num_computed = num_cached * limits.block_size
+        num_computed = num_cached * limits.sizes.block_size
         admissions.append(Admission(slot, [0] * (num_computed + num_new), block_ids[:num_cached], num_computed, page_ids, Sampling()))
         rows.append(Row(slot, num_new, block_ids[num_cached:], True))
     return Step(0, [], admissions, rows)

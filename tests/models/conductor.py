@@ -7,6 +7,7 @@ import torch
 
 from loray.models.parallel import Parallel
 from loray.models.runner import Runner
+from loray.models.runner_sizes import RunnerOptions, RunnerSizes
 from loray.models.step import AdapterLoad, Admission, Alternatives, Row, RowFailure, Sampling, Step, StepResult
 
 BLOCK_SIZE = 16
@@ -45,9 +46,9 @@ class Conductor:
         has_float8_cache: bool = False,
         has_float8_weights: bool = False,
     ) -> None:
-        sizes = max_running, max_total_tokens, BLOCK_SIZE
-        float8 = {"has_float8_cache": has_float8_cache, "has_float8_weights": has_float8_weights}
-        self.runner = Runner(folder, parallel or Parallel(), torch.device(device), dtype, *sizes, **float8)
+        sizes = RunnerSizes(max_running, max_total_tokens, BLOCK_SIZE)
+        options = RunnerOptions(has_float8_cache=has_float8_cache, has_float8_weights=has_float8_weights)
+        self.runner = Runner(folder, parallel or Parallel(), torch.device(device), dtype, sizes, options)
         self.report = self.runner.report(0.5)
         self.max_blocks = -(-(max_total_tokens + 1) // BLOCK_SIZE)
         self.runner.allocate(max_running * self.max_blocks, num_pages)

@@ -13,6 +13,7 @@ from transformers import AutoConfig
 
 from loray.models.causal_lm import CausalLMRunner
 from loray.models.hosted_model import HostedOptions
+from loray.models.runner_sizes import RunnerSizes
 from loray.models.step import AdapterLoad, Admission, Row, Sampling, Step
 from tests.models.conductor import BLOCK_SIZE, Conductor, Output, Request, prompt_of
 from tests.models.families import Adapter, base_oracle, random_model, save_adapter
@@ -71,7 +72,7 @@ WAYS = {"whole": {}, "chunked": {"chunk": 3}, "staggered": {"chunk": 5, "stagger
 
 class HostedConductor(Conductor):
     def __init__(self, folder: Path, device: str = "cpu", dtype: torch.dtype = torch.float32, options: HostedOptions | None = None) -> None:
-        self.runner = CausalLMRunner(folder, torch.device(device), dtype, 16, 100, BLOCK_SIZE, options)
+        self.runner = CausalLMRunner(folder, torch.device(device), dtype, RunnerSizes(16, 100, BLOCK_SIZE), options)
         self.report = self.runner.report(0.5)
         self.max_blocks = -(-101 // BLOCK_SIZE)
         self.runner.allocate(16 * self.max_blocks, num_pages=8)
@@ -270,7 +271,7 @@ def test_short_and_long_requests_together_hold_at_most_twice_their_tokens(served
     """Beyond the 256 columns that any row may hold. Slots 2 and 4 grow past a power of two on the way."""
     model = served("bloom")
     lengths = [3, 1100, 254, 40, 510, 700, 9]
-    runner = CausalLMRunner(model.base, torch.device("cpu"), torch.float32, 16, 1200, BLOCK_SIZE)
+    runner = CausalLMRunner(model.base, torch.device("cpu"), torch.float32, RunnerSizes(16, 1200, BLOCK_SIZE))
     runner.allocate(0, 1)
     tokens = {slot: prompt_of(length, length) for slot, length in enumerate(lengths)}
     admissions = [Admission(slot, prompt, [], 0, [], Sampling()) for slot, prompt in tokens.items()]

@@ -24,7 +24,9 @@ from loray.models.kv_cache import KVCache
 from loray.models.llama import LlamaMLP
 from loray.models.parallel import Parallel
 from loray.models.runner import Runner
+from loray.models.runner_sizes import RunnerOptions, RunnerSizes
 from loray.models.step import Step, StepResult
+from loray.models.warm_up import StepLimits, warm_up_steps
 from tests.models.conductor import Conductor
 from tests.models.families import FAMILIES, save_family
 from tests.models.rank_threads import ThreadGroup
@@ -33,6 +35,7 @@ pytestmark = pytest.mark.slow
 
 TOO_MANY_BYTES = 1 << 48  # more than a process can address
 NO_FLOAT8 = (False, False)  # neither the cache nor the weights
+SIZES = RunnerSizes(4, 128)
 
 
 @pytest.mark.parametrize(
@@ -58,7 +61,7 @@ def test_where_the_blocks_do_not_fit_there_are_fewer_and_the_log_says_so(
     base: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(runner_module, "FEWER_BLOCKS", 1e-6)  # from that many on, nine tenths would take a hundred attempts
-    runner = Runner(base, Parallel(), torch.device("cpu"), torch.float32, 4, 128)
+    runner = Runner(base, Parallel(), torch.device("cpu"), torch.float32, SIZES)
     too_many = TOO_MANY_BYTES // runner.report(0.5).block_bytes
     with caplog.at_level(logging.WARNING, "loray.runner"):
         num_blocks = runner.allocate(too_many, 8)
@@ -69,8 +72,8 @@ def test_where_the_blocks_do_not_fit_there_are_fewer_and_the_log_says_so(
 
 
 def test_where_the_rank_pages_do_not_fit_the_setting_is_named(base: Path) -> None:
-    hosted = CausalLMRunner(base, torch.device("cpu"), torch.float32, 4, 128)
-    for runner in (Runner(base, Parallel(), torch.device("cpu"), torch.float32, 4, 128), hosted):
+    hosted = CausalLMRunner(base, torch.device("cpu"), torch.float32, SIZES)
+    for runner in (Runner(base, Parallel(), torch.device("cpu"), torch.float32, SIZES), hosted):
         too_many = 100 * TOO_MANY_BYTES // runner.report(0.5).page_bytes  # for each of the linears
         with pytest.raises(MemoryError, match=rf"no room for {too_many} rank pages of \d+ bytes; lower adapters\.gpu_bytes"):
             runner.allocate(8, too_many)
@@ -82,7 +85,7 @@ def test_where_the_prompt_for_the_float8_scales_does_not_fit_the_setting_is_name
 
     monkeypatch.setattr(KVCache, "largest", largest)
     with pytest.raises(MemoryError, match=r"no room for the prompt that the float8 cache is fitted to; lower adapters\.gpu_bytes"):
-        Runner(base, Parallel(), torch.device("cpu"), torch.float32, 4, 128, has_float8_cache=True).allocate(8, 8)
+        Runner(base, Parallel(), torch.device("cpu"), torch.float32, SIZES, RunnerOptions(has_float8_cache=True)).allocate(8, 8)
 
 
 @pytest.mark.parametrize(
@@ -101,7 +104,7 @@ def test_a_gpu_is_looked_at_before_weights_are_read(
     monkeypatch.setattr(runner_module, "born_on", lambda device, dtype: nullcontext())
     monkeypatch.setattr(runner_module, "load_weights", lambda *_: pytest.fail("they are read"))
     with pytest.raises(UnsupportedDevice, match=message):
-        Runner(base, Parallel(), torch.device("cuda"), torch.float32, 4, 128, **settings)  # type: ignore[arg-type]
+        Runner(base, Parallel(), torch.device("cuda"), torch.float32, SIZES, RunnerOptions(**settings))  # type: ignore[arg-type]
 
 
 def test_a_model_with_heads_that_no_kernel_takes_is_refused(base: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -110,14 +113,14 @@ def test_a_model_with_heads_that_no_kernel_takes_is_refused(base: Path, monkeypa
     monkeypatch.setattr(runner_module, "born_on", lambda device, dtype: nullcontext())
     monkeypatch.setattr(device_support, "MAX_HEAD_DIM", 4)
     with pytest.raises(UnsupportedDevice, match=r"heads of \d+; on a GPU loray attends heads of up to 4"):
-        Runner(base, Parallel(), torch.device("cuda"), torch.float32, 4, 128)
+        Runner(base, Parallel(), torch.device("cuda"), torch.float32, SIZES)
 
 
 def test_a_model_that_transformers_runs_needs_as_new_a_gpu(base: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "Card")
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (7, 5))
     with pytest.raises(UnsupportedDevice, match=r"Card has compute capability 7\.5"):
-        CausalLMRunner(base, torch.device("cuda"), torch.float16, 4, 128)
+        CausalLMRunner(base, torch.device("cuda"), torch.float16, SIZES)
 
 
 def test_who_attends_is_told_by_the_models_cap(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -137,9 +140,9 @@ def test_weights_that_do_not_fit_are_refused_with_what_helps(base: Path, monkeyp
     monkeypatch.setattr(causal_lm_module, "HostedModel", run_out)
     words = r"weights do not fit into this machine's memory: a larger tensor_parallel_size"
     with pytest.raises(MemoryError, match=words):
-        Runner(base, Parallel(), torch.device("cpu"), torch.float32, 4, 128)
+        Runner(base, Parallel(), torch.device("cpu"), torch.float32, SIZES)
     with pytest.raises(MemoryError, match=words):
-        CausalLMRunner(base, torch.device("cpu"), torch.float32, 4, 128)
+        CausalLMRunner(base, torch.device("cpu"), torch.float32, SIZES)
 
 
 def test_where_the_first_steps_do_not_fit_there_are_fewer_blocks(base: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -153,7 +156,7 @@ def test_where_the_first_steps_do_not_fit_there_are_fewer_blocks(base: Path, mon
         return execute(self, step)
 
     monkeypatch.setattr(Runner, "execute", execute_few)
-    assert Runner(base, Parallel(), torch.device("cpu"), torch.float32, 4, 128).allocate(100, 8) == 72  # 100, 90, 81
+    assert Runner(base, Parallel(), torch.device("cpu"), torch.float32, SIZES).allocate(100, 8) == 72  # 100, 90, 81
 
 
 def test_where_one_rank_has_no_room_for_the_first_steps_all_have_fewer_blocks(base: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -169,9 +172,24 @@ def test_where_one_rank_has_no_room_for_the_first_steps_all_have_fewer_blocks(ba
     monkeypatch.setattr(Runner, "execute", execute_few)
 
     def allocated(parallel: Parallel) -> int:
-        return Runner(base, parallel, torch.device("cpu"), torch.float32, 4, 128).allocate(100, 8)
+        return Runner(base, parallel, torch.device("cpu"), torch.float32, SIZES).allocate(100, 8)
 
     assert ThreadGroup(2).run(allocated) == [90, 90]
+
+
+def test_ranks_of_a_group_do_the_first_steps_apart_and_then_together(base: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(runner_module, "uses_triton", lambda device: True)
+    execute = Runner.execute
+    done: dict[int, list[bool]] = {0: [], 1: []}  # by rank: whether each step was done apart
+
+    def noted(self: Runner, step: Step) -> StepResult:
+        done[self._parallel.rank].append(self._parallel._is_apart)
+        return execute(self, step)
+
+    monkeypatch.setattr(Runner, "execute", noted)
+    ThreadGroup(2).run(lambda parallel: Runner(base, parallel, torch.device("cpu"), torch.float32, SIZES).allocate(100, 8))
+    num_steps = len(warm_up_steps(StepLimits(SIZES, 100, 8)))
+    assert done == dict.fromkeys((0, 1), [True] * num_steps + [False] * num_steps)
 
 
 def test_where_one_rank_runs_out_within_a_step_no_other_waits_for_it(base: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -188,7 +206,7 @@ def test_where_one_rank_runs_out_within_a_step_no_other_waits_for_it(base: Path,
     monkeypatch.setattr(LlamaMLP, "forward", forward_few)
 
     def allocated(parallel: Parallel) -> int:
-        runners[parallel.rank] = Runner(base, parallel, torch.device("cpu"), torch.float32, 4, 128)
+        runners[parallel.rank] = Runner(base, parallel, torch.device("cpu"), torch.float32, SIZES)
         return runners[parallel.rank].allocate(100, 8)
 
     assert ThreadGroup(2).run(allocated) == [90, 90]

@@ -12,6 +12,7 @@ from loray.models.kv_cache import FLOAT8, KVCache
 from loray.models.kv_scales import random_prompt
 from loray.models.parallel import Parallel
 from loray.models.runner import Runner
+from loray.models.runner_sizes import RunnerOptions, RunnerSizes
 from loray.models.step import Admission, Row, Sampling, Step
 from tests.models.conductor import Conductor, Request, prompt_of
 from tests.models.tiny_llama import oracle
@@ -22,7 +23,7 @@ MAX_DIFFERENCE = 0.03  # of log-probabilities between devices: a few numbers lie
 
 def make_runner(base: Path, has_float8_cache: bool) -> Runner:
     device = torch.device("cpu")
-    runner = Runner(base, Parallel(), device, torch.float32, 4, 128, has_float8_cache=has_float8_cache)
+    runner = Runner(base, Parallel(), device, torch.float32, RunnerSizes(4, 128), RunnerOptions(has_float8_cache=has_float8_cache))
     assert runner.allocate(NUM_BLOCKS, 8) == NUM_BLOCKS
     return runner
 

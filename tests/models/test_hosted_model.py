@@ -18,6 +18,7 @@ from loray.models.hosted_linear import ForwardRows, SeenTokens, host_lora
 from loray.models.hosted_model import HostedModel, HostedOptions, pad_token_id
 from loray.models.loader import WeightsError
 from loray.models.lora_groups import lora_groups, page_runs
+from loray.models.runner_sizes import RunnerSizes
 from loray.models.step import AdapterLoad, Admission, Row, Sampling
 from tests.models.conductor import BLOCK_SIZE, Conductor, Request, prompt_of
 from tests.models.families import base_oracle, random_model
@@ -64,7 +65,7 @@ def transposed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 class OptionsConductor(Conductor):
     def __init__(self, folder: Path, options: HostedOptions | None = None) -> None:
-        self.runner = CausalLMRunner(folder, CPU, torch.float32, 16, 100, BLOCK_SIZE, options)
+        self.runner = CausalLMRunner(folder, CPU, torch.float32, RunnerSizes(16, 100, BLOCK_SIZE), options)
         self.max_blocks = -(-101 // BLOCK_SIZE)
         self.runner.allocate(0, 1)
         self.step_id = 0
@@ -197,7 +198,7 @@ def test_linears_that_do_not_see_every_token_carry_no_lora(tmp_path: Path) -> No
     """This BLOOM multiplies slices of `dense` itself, so what the linear would add is never asked for."""
     sizes = {"vocab_size": 101, "hidden_size": 40, "n_layer": 1, "n_head": 5, "pretraining_tp": 2, "slow_but_exact": True}
     folder = save(tmp_path / "sliced", "bloom", **sizes)
-    runner = CausalLMRunner(folder, CPU, torch.float32, 4, 100)
+    runner = CausalLMRunner(folder, CPU, torch.float32, RunnerSizes(4, 100))
     paths = set(runner.report(0.5).lora_shapes)
     assert paths == {"transformer.h.0.self_attention.query_key_value", "transformer.h.0.mlp.dense_h_to_4h"}
 

@@ -9,6 +9,7 @@ import torch
 from loray.models import runner as runner_module
 from loray.models.decode_inputs import NUM_IN_TURN, DecodeInputs
 from loray.models.layout import lay_out
+from loray.models.runner_sizes import RunnerSizes
 from loray.models.slot_sampling import Drawn, Sampled, SlotSampling
 from loray.models.step import Admission, Row, Sampling, Step
 from loray.models.warm_up import StepLimits, warm_up_steps
@@ -127,7 +128,7 @@ def test_the_buffers_hold_a_block_of_lora_for_each_sequence_and_one_for_every_16
 @pytest.mark.parametrize("max_running", [1, 4])
 def test_a_warm_runner_gives_the_tokens_of_any_other(base: Path, max_running: int) -> None:
     warm, other = (Conductor(base, max_running=max_running) for _ in range(2))
-    for step in warm_up_steps(StepLimits(max_running, 128, 48, 16, num_blocks=16, num_pages=4)):
+    for step in warm_up_steps(StepLimits(RunnerSizes(max_running, 128, 16, 48), num_blocks=16, num_pages=4)):
         warm.runner.execute(step)
     request = Request(prompt_of(9), [])
     assert warm.play([request])[0].token_ids == other.play([request])[0].token_ids

@@ -11,6 +11,7 @@ from torch import Tensor
 from loray.kernels.lora import LoraPages, LoraSegments
 from loray.models import linear, lora_groups
 from loray.models import runner as runner_module
+from loray.models.runner_sizes import RunnerSizes
 from loray.models.step import Admission, Row, Sampling
 from loray.models.warm_up import StepLimits, warm_up_steps
 from tests.kernels.triton_marks import DEVICES, ON_GPU
@@ -126,20 +127,23 @@ def test_mixes_of_adapters_bring_no_kernel_that_was_not_compiled_at_the_start(
 def test_the_last_step_has_the_most_tokens_over_the_longest_sequences(
     max_total_tokens: int, max_batch_tokens: int, num_blocks: int, expected: list[tuple[int, int]]
 ) -> None:
-    *_, step = warm_up_steps(StepLimits(8, max_total_tokens, max_batch_tokens, 16, num_blocks, num_pages=2))
+    *_, step = warm_up_steps(StepLimits(RunnerSizes(8, max_total_tokens, 16, max_batch_tokens), num_blocks, num_pages=2))
     assert [(row.num_tokens, len(a.token_ids)) for row, a in zip(step.rows, step.admissions, strict=True)] == expected
     held = [block for row, a in zip(step.rows, step.admissions, strict=True) for block in (*a.block_ids, *row.new_block_ids)]
     assert len(held) == len(set(held)) <= num_blocks
 
 
-@pytest.mark.parametrize("limits", [StepLimits(1, 2, 1, 16, 1, 0), StepLimits(1, 40, 8, 16, 1, 1), StepLimits(3, 600, 700, 16, 90, 4)])
-def test_no_step_goes_beyond_the_limits(limits: StepLimits) -> None:
-    num_tokens = dict.fromkeys(range(limits.max_running), 0)
-    for step in warm_up_steps(limits):
+@pytest.mark.parametrize(
+    ("sizes", "num_blocks", "num_pages"),
+    [(RunnerSizes(1, 2, 16, 1), 1, 0), (RunnerSizes(1, 40, 16, 8), 1, 1), (RunnerSizes(3, 600, 16, 700), 90, 4)],
+)
+def test_no_step_goes_beyond_the_limits(sizes: RunnerSizes, num_blocks: int, num_pages: int) -> None:
+    num_tokens = dict.fromkeys(range(sizes.max_running), 0)
+    for step in warm_up_steps(StepLimits(sizes, num_blocks, num_pages)):
         num_tokens.update({admission.slot: len(admission.token_ids) for admission in step.admissions})
         for admission in step.admissions:
-            assert max(admission.page_ids, default=-1) < limits.num_pages
+            assert max(admission.page_ids, default=-1) < num_pages
         for row in step.rows:
-            assert max(row.new_block_ids, default=-1) < limits.num_blocks
-            assert num_tokens[row.slot] <= limits.max_total_tokens
-        assert len(step.rows) <= limits.max_running and sum(row.num_tokens for row in step.rows) <= limits.max_batch_tokens
+            assert max(row.new_block_ids, default=-1) < num_blocks
+            assert num_tokens[row.slot] <= sizes.max_total_tokens
+        assert len(step.rows) <= sizes.max_running and sum(row.num_tokens for row in step.rows) <= sizes.max_batch_tokens
