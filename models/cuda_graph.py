@@ -17,8 +17,9 @@ from torch import Tensor
 from loray.models.adapter import PAGE_RANK
 from loray.models.batch import Batch
 from loray.models.decode_inputs import MAX_PAGES, DecodeInputs
-from loray.models.device_memory import fits
+from loray.models.device_memory import all_fit, fits, must_fit
 from loray.models.layout import Layout
+from loray.models.parallel import Parallel
 from loray.models.progress import with_progress
 from loray.models.step import CapturedSteps
 from loray.models.to_device import upload
@@ -61,21 +62,21 @@ class DecodeGraphs:
         self._output: DecodeOutput | None = None  # of them all, [max_rows] each: logits of their own would take a gigabyte
 
     @no_garbage_collected()
-    def capture(
-        self, has_lora: bool, all_fit: Callable[[Callable[[], object]], bool], on_any_rank: Callable[[list[bool]], list[bool]]
-    ) -> bool:
+    def capture(self, has_lora: bool, parallel: Parallel, device: torch.device) -> bool:
         """Whether there was room. All ranks stop at the same graph, whatever the reason and whichever rank has it.
 
-        has_lora: whether there are rank pages at all; all_fit: does a thing apart from the other ranks and says whether no rank ran out
-        of memory; on_any_rank: for each flag whether it is set on some rank."""
+        has_lora: whether there are rank pages at all."""
         started = time.monotonic()
         wanted = [(size, lora) for size in reversed(self._sizes) for lora in ((False, True) if has_lora else (False,))]
         pool = torch.cuda.graph_pool_handle()
         for size, lora in with_progress(wanted, "capturing decodes", "graph"):
-            if not all_fit(partial(self._run, size, lora)):
+            if not all_fit(parallel, device, partial(self._run, size, lora)):  # kernels are compiled, libraries take their workspaces
                 return False
-            is_there = fits(partial(self._capture, size, lora, pool))  # while it is captured nothing runs, so nobody waits
-            is_full, is_late = on_any_rank([not is_there, time.monotonic() - started > CAPTURE_S])
+            if not parallel.is_alone:
+                with must_fit():
+                    self._run(size, lora)  # as do those that carry the sums
+            is_there = fits(partial(self._capture, size, lora, pool))  # nothing is run, so nobody waits for a rank that has no room
+            is_full, is_late = parallel.any_rank([not is_there, time.monotonic() - started > CAPTURE_S], device)
             if is_full:
                 return False
             if is_late:
@@ -108,7 +109,6 @@ class DecodeGraphs:
         return next((size for size in self._sizes if size >= num_rows and (size, bool(lora)) in self._graphs), None)
 
     def _capture(self, size: int, lora: bool, pool: Any) -> None:
-        self._run(size, lora)  # once without: kernels are compiled and libraries take their workspaces
         graph = torch.cuda.CUDAGraph()
         # A capture that fails to end leaves its own stream current: the outer context brings back the one before.
         with torch.cuda.stream(torch.cuda.current_stream()), torch.cuda.graph(graph, pool=pool):

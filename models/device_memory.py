@@ -45,6 +45,17 @@ def all_fit(parallel: Parallel, device: torch.device, work: Callable[[], object]
 
 
 @contextmanager
+def must_fit() -> Iterator[None]:
+    """Around what ranks do together: where one runs out of memory all must end, for the others wait for its part of a sum."""
+    try:
+        yield
+    except RuntimeError as error:
+        if not is_out_of_memory(error):
+            raise
+        raise MemoryError("a rank ran out of memory in a first step with the others: lower kv_cache.memory_fraction") from error
+
+
+@contextmanager
 def weights_fit(device: torch.device) -> Iterator[None]:
     """Where a model's weights are loaded: says what helps if there is no room for them."""
     try:

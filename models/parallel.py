@@ -61,15 +61,17 @@ class Parallel:
 
 
 def init_parallel(rank: int, world_size: int, master_address: str, master_port: int, device: torch.device) -> Parallel:
-    """Meet the other ranks: gloo on a CPU, NCCL on a GPU. Returns when all are there."""
+    """Meet the other ranks, if there are any. Returns when all are there."""
     if world_size == 1:
         return Parallel()
     host = f"[{master_address}]" if ":" in master_address else master_address
+    return join_group(rank, world_size, f"tcp://{host}:{master_port}", device)
+
+
+def join_group(rank: int, world_size: int, place: str, device: torch.device) -> Parallel:
+    """gloo on a CPU, NCCL on a GPU. place: where the ranks meet, a URL."""
+    is_gpu = device.type == "cuda"
     dist.init_process_group(
-        "nccl" if device.type == "cuda" else "gloo",
-        init_method=f"tcp://{host}:{master_port}",
-        rank=rank,
-        world_size=world_size,
-        device_id=device if device.type == "cuda" else None,
+        "nccl" if is_gpu else "gloo", init_method=place, rank=rank, world_size=world_size, device_id=device if is_gpu else None
     )
-    return Parallel(rank, world_size)
+    return Parallel(rank, world_size, dist.group.WORLD)

@@ -2,6 +2,7 @@
 
 import logging
 import time
+from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -22,7 +23,7 @@ from loray.models.born_on import born_on
 from loray.models.converted import cache_folder
 from loray.models.cuda_graph import CAPTURED, DecodeGraphs, DecodeOutput
 from loray.models.decode_inputs import DecodeInputs
-from loray.models.device_memory import all_fit, free_bytes, release, weights_fit
+from loray.models.device_memory import all_fit, free_bytes, must_fit, release, weights_fit
 from loray.models.device_support import check_device
 from loray.models.grammar_masks import GrammarMasks
 from loray.models.kv_cache import FLOAT8, KVCache
@@ -130,20 +131,27 @@ class Runner:
         return num_blocks
 
     def _has_room(self, num_blocks: int, num_pages: int) -> bool:
-        """Makes the cache, and the graphs that need it; then tries the steps that take most."""
+        """Makes the cache and tries the steps that take most; makes the graphs, which take long, and tries again beside them."""
         with born_on(self._device, self._dtype), torch.inference_mode():
             has_room = self._all_fit(partial(self._make_pools, num_blocks))
-            if has_room and self._graphs:
-                has_room = self._graphs.capture(num_pages > 0, self._all_fit, partial(self._parallel.any_rank, device=self._device))
         if has_room and self._table:
             steps = warm_up_steps(StepLimits(self._sizes, num_blocks, num_pages))
-            has_room = all(self._all_fit(partial(self.execute, step)) for step in steps)
-            for step in steps if has_room and not self._parallel.is_alone else ():
-                self.execute(step)  # what carries the sums takes memory too, when it is first used
+            has_room = self._all_steps_fit(steps)
+            if has_room and self._graphs:
+                with born_on(self._device, self._dtype), torch.inference_mode():
+                    has_room = self._graphs.capture(num_pages > 0, self._parallel, self._device)
+                has_room = has_room and self._all_steps_fit(steps)
+            if has_room and not self._parallel.is_alone:
+                with must_fit():  # what carries the sums takes memory too, when it is first used
+                    for step in steps:
+                        self.execute(step)
         if not has_room:
             self._kv_cache = self._graphs = self._recorded = self._last = None
             release(self._device)
         return has_room
+
+    def _all_steps_fit(self, steps: Sequence[Step]) -> bool:
+        return all(self._all_fit(partial(self.execute, step)) for step in steps)
 
     def _make_pools(self, num_blocks: int) -> None:
         self._kv_cache = cache = self._make_cache(num_blocks, self._scales)

@@ -65,13 +65,13 @@ def test_each_token_gets_the_product_of_its_own_ranks(mix: str, inputs: int, wid
     torch.testing.assert_close(y.double().cpu(), expected, atol=TOLERANCE[dtype] * float(expected.abs().max()), rtol=0)
 
 
-def random_rows(rng: random.Random) -> Rows:
-    """New tokens and prompts of the base model and of adapters whose pages lie anywhere in the pool."""
+def random_rows(rng: random.Random, counts: tuple[int, ...] = (1, 1, 1, 5, 40)) -> Rows:
+    """New tokens and prompts of the base model and of adapters whose pages lie anywhere in the pool. counts: tokens of a row."""
     pages = rng.sample(range(NUM_RANKS // 8), NUM_RANKS // 8)
     adapters: list[tuple[tuple[int, int], ...]] = [()]
     while len(adapters) < 7:
         adapters.append(tuple((8 * page, 8 * page + 8) for page in sorted(pages.pop() for _ in range(rng.randint(1, 4)))))
-    return [(rng.choice((1, 1, 1, 5, 40)), rng.choice(adapters)) for _ in range(rng.randint(2, 24))]
+    return [(rng.choice(counts), rng.choice(adapters)) for _ in range(rng.randint(2, 24))]
 
 
 @pytest.mark.parametrize("seed", range(8))
@@ -87,6 +87,29 @@ def test_any_mix_of_adapters_in_rows_that_lie_apart(seed: int) -> None:
     add_lora(y, x, LoraPages(a, b, widths), segments)
     torch.testing.assert_close(y.double().cpu(), expected, atol=1e-4 * float(expected.abs().max()), rtol=0)
     assert is_whole(frame)
+
+
+@pytest.mark.parametrize("dtype", TOLERANCE, ids=str)
+@pytest.mark.parametrize(
+    ("inputs", "widths", "num_splits"), [(17, [5], 1), (2500, [130, 257], 2), (4096, [48, 16, 16], 4), (14336, [20], 8)]
+)
+@pytest.mark.parametrize("seed", range(4))
+def test_updates_of_any_mix_of_new_tokens_have_all_inputs(
+    seed: int, inputs: int, widths: list[int], num_splits: int, dtype: torch.dtype
+) -> None:
+    from loray.kernels import lora_segments as kernels
+
+    rows = random_rows(random.Random(seed), counts=(1, 1, 2))
+    generator = torch.Generator().manual_seed(seed)
+    shapes = (sum(count for count, _ in rows), inputs), (len(widths), NUM_RANKS, inputs), (NUM_RANKS, sum(widths))
+    x, a, b = (torch.randn(*shape, generator=generator).to(DEVICE, dtype) for shape in shapes)
+    pages = LoraPages(a, b, widths)
+    segments = lora_segments([runs for _, runs in rows], [count for count, _ in rows], lambda array: torch.from_numpy(array).to(DEVICE))
+    assert len(kernels.shrink(x, a, segments)) == num_splits
+    found, is_updated = kernels.lora_update(x, pages, segments).double().cpu(), segments.is_updated.bool().cpu()
+    expected = expected_of(torch.zeros(len(x), sum(widths)), x, pages, rows)
+    assert is_updated.tolist() == [bool(runs) for count, runs in rows for _ in range(count)]
+    torch.testing.assert_close(found[is_updated], expected[is_updated], atol=TOLERANCE[dtype] * float(expected.abs().max()), rtol=0)
 
 
 @pytest.mark.parametrize("mix", LONG)

@@ -7,15 +7,13 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
-from loray.models.parallel import Parallel
+from loray.models.parallel import Parallel, join_group
 
 
 @contextmanager
 def group_of_one(folder: Path, device: str) -> Iterator[Parallel]:
-    on_gpu = {"device_id": torch.device(device, 0)} if device == "cuda" else {}
-    backend = "nccl" if device == "cuda" else "gloo"
-    dist.init_process_group(backend, init_method=f"file://{folder}/{backend}", rank=0, world_size=1, **on_gpu)
+    parallel = join_group(0, 1, f"file://{folder}/{device}", torch.device(device, 0))
     try:
-        yield Parallel(0, 1, dist.group.WORLD)
+        yield parallel
     finally:
         dist.destroy_process_group()

@@ -3,8 +3,8 @@
 import logging
 import mmap
 import resource
+import threading
 from contextlib import nullcontext
-from functools import partial
 from pathlib import Path
 
 import pytest
@@ -18,7 +18,7 @@ from loray.models.batch import Batch
 from loray.models.causal_lm import CausalLMRunner
 from loray.models.cuda_graph import DecodeGraphs
 from loray.models.decode_inputs import DecodeInputs
-from loray.models.device_memory import all_fit, claimed, fits
+from loray.models.device_memory import claimed, fits
 from loray.models.device_support import UnsupportedDevice, check_gpu
 from loray.models.kv_cache import KVCache
 from loray.models.llama import LlamaMLP
@@ -29,6 +29,7 @@ from loray.models.step import Step, StepResult
 from loray.models.warm_up import StepLimits, warm_up_steps
 from tests.models.conductor import Conductor
 from tests.models.families import FAMILIES, save_family
+from tests.models.rank_processes import RankError
 from tests.models.rank_threads import ThreadGroup
 
 pytestmark = pytest.mark.slow
@@ -213,13 +214,19 @@ def test_where_one_rank_runs_out_within_a_step_no_other_waits_for_it(base: Path,
 
 
 class ShortOfMemory(DecodeGraphs):
-    """Captures nothing, and may run out of memory at one size, as it is tried or captured."""
+    """Captures nothing, and may run out of memory at one size, as it is tried, apart or with the others, or captured."""
 
     full_at: tuple[int, bool] | None = None
     tried_full_at: tuple[int, bool] | None = None
+    full_together_at: tuple[int, bool] | None = None
+    parallel: Parallel
+
+    def capture(self, has_lora: bool, parallel: Parallel, device: torch.device) -> bool:
+        self.parallel = parallel
+        return super().capture(has_lora, parallel, device)
 
     def _run(self, size: int, lora: bool) -> None:
-        if (size, lora) == self.tried_full_at:
+        if (size, lora) == (self.tried_full_at if self.parallel._is_apart else self.full_together_at):
             raise out_of_memory()
 
     def _capture(self, size: int, lora: bool, pool: object) -> None:
@@ -229,8 +236,7 @@ class ShortOfMemory(DecodeGraphs):
 
 
 def captures(graphs: DecodeGraphs, parallel: Parallel) -> bool:
-    device = torch.device("cpu")
-    return graphs.capture(True, partial(all_fit, parallel, device), partial(parallel.any_rank, device=device))
+    return graphs.capture(True, parallel, torch.device("cpu"))
 
 
 @pytest.mark.parametrize("when", ["full_at", "tried_full_at"])
@@ -253,18 +259,69 @@ def test_all_ranks_stop_capturing_where_one_runs_out_of_memory(
     assert second == (is_whole, num_there, [True, False])
 
 
+class Clock(threading.local):
+    """Of each rank's thread."""
+
+    now = 0.0
+
+    def monotonic(self) -> float:
+        return self.now
+
+
 def test_where_one_rank_is_late_all_have_the_same_graphs(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+    clock = Clock()
     monkeypatch.setattr(torch.cuda, "graph_pool_handle", lambda: None)
+    monkeypatch.setattr(cuda_graph, "time", clock)
+
+    class Late(ShortOfMemory):
+        def _capture(self, size: int, lora: bool, pool: object) -> None:
+            super()._capture(size, lora, pool)
+            clock.now = cuda_graph.CAPTURE_S + 1 if self.parallel.rank == 1 and len(self._graphs) == 7 else 0.0
 
     def captured(parallel: Parallel) -> int:
-        graphs = ShortOfMemory(DecodeInputs(512, torch.zeros(5, 9), torch.zeros(5, 2)), lambda batch: pytest.fail("nothing is run"))
-        flags, device = iter([False] * 6 + [parallel.rank == 1]), torch.device("cpu")
-        assert graphs.capture(True, partial(all_fit, parallel, device), lambda given: parallel.any_rank([given[0], next(flags)], device))
+        graphs = Late(DecodeInputs(512, torch.zeros(5, 9), torch.zeros(5, 2)), lambda batch: pytest.fail("nothing is run"))
+        assert captures(graphs, parallel)
         return len(graphs._graphs)
 
     with caplog.at_level(logging.WARNING, "loray.graphs"):
         assert ThreadGroup(2).run(captured) == [7, 7]
     assert "decodes were left out" in caplog.text
+
+
+def test_a_rank_that_runs_out_of_memory_in_a_decode_with_the_others_says_so_and_ends(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Who took it for a lack of room would meet the others in another sum."""
+    monkeypatch.setattr(torch.cuda, "graph_pool_handle", lambda: None)
+
+    def captured(parallel: Parallel) -> None:
+        graphs = ShortOfMemory(DecodeInputs(512, torch.zeros(5, 9), torch.zeros(5, 2)), lambda batch: pytest.fail("nothing is run"))
+        graphs.full_together_at = (64, True) if parallel.rank == 1 else None
+        captures(graphs, parallel)
+
+    with pytest.raises(RankError, match=r"rank 1: (.|\n)*MemoryError: a rank ran out of memory .*: lower kv_cache\.memory_fraction"):
+        ThreadGroup(2).run(captured)
+
+
+def test_what_does_not_fit_is_found_before_graphs_are_captured(base: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(runner_module, "uses_triton", lambda device: True)
+    execute, num_captures = Runner.execute, []
+
+    class Captured:
+        def capture(self, *args: object) -> bool:
+            num_captures.append(1)
+            return True
+
+        def can_run(self, layout: object) -> bool:
+            return False
+
+    def execute_few(self: Runner, step: Step) -> StepResult:
+        self._graphs = Captured()  # type: ignore[assignment]
+        if len(self._kv_cache.layers[0].blocks) > 60:  # type: ignore[union-attr]
+            raise out_of_memory()
+        return execute(self, step)
+
+    monkeypatch.setattr(Runner, "execute", execute_few)
+    assert Runner(base, Parallel(), torch.device("cpu"), torch.float32, SIZES).allocate(100, 8) == 57  # 100, 90, 81, 72, 64
+    assert num_captures == [1]
 
 
 def test_capturing_ends_when_its_time_is_over(monkeypatch: pytest.MonkeyPatch) -> None:

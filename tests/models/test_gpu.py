@@ -96,6 +96,7 @@ def test_one_rank_with_a_group_of_nccl_gives_the_same_tokens(
         real = getattr(dist, name)
         monkeypatch.setattr(dist, name, lambda *args, _name=name, _real=real, **kwargs: (calls.update([_name]), _real(*args, **kwargs))[1])
     with group_of_one(tmp_path, "cuda") as parallel:
+        assert dist.get_backend(parallel.group) == "nccl"
         conductor = Conductor(base, parallel, device="cuda")
         for rank, pages in PAGES.items():
             conductor.load(adapters[rank], pages)

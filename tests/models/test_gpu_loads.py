@@ -46,3 +46,19 @@ def test_an_adapter_that_the_gpu_has_no_room_for_fails_alone(base: Path, adapter
     assert "the GPU has no" in failed[0] and "lower kv_cache.memory_fraction" in failed[0]
     assert conductor.play([request])[0].token_ids == expected.token_ids
     assert not conductor.runner.execute(step).failed_loads
+
+
+def test_the_first_adapter_waits_for_no_compiler(base: Path, adapters: dict[int, Path], monkeypatch: pytest.MonkeyPatch) -> None:
+    import triton
+
+    from loray.kernels import page_scatter
+
+    page_scatter._scatter_kernel.device_caches.clear()  # as in a new process
+    conductor = Conductor(base, device="cuda")
+    compiled: list[str] = []
+    monkeypatch.setattr(triton.knobs.runtime, "jit_post_compile_hook", lambda **about: compiled.append(about["repr"]))
+    conductor.load(adapters[4], [9])
+    assert not compiled
+    page_scatter._scatter_kernel.device_caches.clear()
+    conductor.load(adapters[4], [9])
+    assert len(compiled) == 1  # it would have been noticed
