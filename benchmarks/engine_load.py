@@ -26,13 +26,18 @@ class Load:
         self._num_sent = 0
 
     def run(
-        self, names: Iterable[str], num_clients: int, num_new: int | Callable[[int], int], only: Collection[str] = ()
+        self,
+        names: Iterable[str],
+        num_clients: int,
+        num_new: int | Callable[[int], int],
+        only: Collection[str] = (),
+        num_prompt: int = NUM_PROMPT,
     ) -> dict[str, Any]:
         """A request for each adapter's name; an empty one is the base model. num_new: tokens of an answer, or of the one of a number.
 
-        only: adapters whose requests are told of; all where there are none."""
+        only: adapters whose requests are told of; all where there are none. num_prompt: tokens of each prompt."""
         lengths = num_new if callable(num_new) else lambda number: num_new
-        wanted = ((name, lengths(number)) for number, name in enumerate(names))
+        wanted = ((name, num_prompt, lengths(number)) for number, name in enumerate(names))
         started = time.perf_counter()
         timed: dict[str, Timed] = {}
         num_open = sum(self._send(*request, timed) for request in itertools.islice(wanted, num_clients))
@@ -48,9 +53,9 @@ class Load:
         told = [each for each in timed.values() if not only or each.name in only]
         return _summary(told, time.perf_counter() - started)
 
-    def _send(self, name: str, num_new: int, timed: dict[str, Timed]) -> int:
+    def _send(self, name: str, num_prompt: int, num_new: int, timed: dict[str, Timed]) -> int:
         self._num_sent += 1
-        prompt = [self._num_sent, *range(100, 99 + NUM_PROMPT)]  # none is found in the prefix cache
+        prompt = [self._num_sent, *range(100, 99 + num_prompt)]  # none is found in the prefix cache
         request = GenerationRequest(
             request_id=str(self._num_sent), prompt_ids=prompt, max_new_tokens=num_new, sampling=Sampling(), ignore_eos=True
         )

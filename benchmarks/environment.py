@@ -1,7 +1,10 @@
 """Where and when a result came to be, for the head of its file."""
 
 import datetime
+import os
+import subprocess
 from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -14,9 +17,18 @@ def environment(command: str, *others: str) -> dict[str, Any]:
     return {
         "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
         "command": command,
+        "commit": _commit(),
         "gpu": torch.cuda.get_device_name(),
         "versions": {name: found for name in (*PACKAGES, *others) if (found := _version(name))},
     }
+
+
+def _commit() -> str:
+    """Of what runs; COMMIT tells where there is no checkout."""
+    found = subprocess.run(
+        ["git", "describe", "--always", "--dirty"], capture_output=True, text=True, check=False, cwd=Path(__file__).parent
+    )
+    return found.stdout.strip() or os.environ.get("COMMIT", "")
 
 
 def _version(name: str) -> str:

@@ -14,6 +14,7 @@ from pathlib import Path
 import msgspec
 import zmq
 
+from benchmarks.environment import environment
 from benchmarks.llama_8b import LINEARS, NUM_LAYERS, NUM_PROMPT, POOL_PAGES, Case, make
 from benchmarks.local_group import LocalGroup
 from loray.cluster.channel import bind
@@ -140,9 +141,10 @@ def main() -> None:
     parser.add_argument("--out", type=Path)
     arguments = parser.parse_args()
     make(arguments.folder)
-    results = [result for has_adapters in (False, True) for result in measure(arguments.folder, has_adapters)]
+    report = environment("python -m benchmarks.gpu_decode --out FILE")
+    report["results"] = [result for has_adapters in (False, True) for result in measure(arguments.folder, has_adapters)]
     if arguments.out:
-        arguments.out.write_text(json.dumps(results, indent=2) + "\n")
+        arguments.out.write_text(json.dumps(report, indent=2) + "\n")
 
 
 if __name__ == "__main__":

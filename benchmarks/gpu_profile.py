@@ -6,6 +6,7 @@ One rank in this process, on the model and adapters that gpu_decode.py makes.
 import argparse
 import json
 from collections import Counter
+from collections.abc import Callable
 from pathlib import Path
 
 import torch
@@ -71,15 +72,23 @@ def step_ms(decoding: Decoding) -> float:
     return started.elapsed_time(ended) / NUM_STEPS
 
 
-def kernels(decoding: Decoding) -> Counter[str]:
-    """Milliseconds a step of each kernel."""
+def kernels(work: Callable[[], object], num_steps: int) -> Counter[str]:
+    """Milliseconds a step of each kernel. work: so many steps."""
     with profile(activities=[ProfilerActivity.CUDA]) as profiled:
-        decoding.decode(NUM_STEPS)
+        work()
         torch.cuda.synchronize()
     times: Counter[str] = Counter()
     for event in profiled.key_averages():
-        times[f"{event.key[:90]} x{event.count / NUM_STEPS:g}"] += event.self_device_time_total / NUM_STEPS / 1000
+        times[f"{event.key[:90]} x{event.count / num_steps:g}"] += event.self_device_time_total / num_steps / 1000
     return times
+
+
+def told(milliseconds: float, times: Counter[str]) -> dict[str, object]:
+    return {
+        "ms a step": round(milliseconds, 3),
+        "ms of all kernels": round(times.total(), 3),
+        "ms of each kernel and its launches": {name: round(spent, 3) for name, spent in times.most_common(16)},
+    }
 
 
 def main() -> None:
@@ -95,12 +104,8 @@ def main() -> None:
     for count in [0] if arguments.no_lora else arguments.adapters:
         case = Case(arguments.rows, count)
         decoding.begin(case)
-        milliseconds, times = step_ms(decoding), kernels(decoding)
-        results[f"{case.rows} rows, {case.adapters} adapters"] = {
-            "ms a step": round(milliseconds, 3),
-            "ms of all kernels": round(times.total(), 3),
-            "ms of each kernel and its launches": {name: round(spent, 3) for name, spent in times.most_common(16)},
-        }
+        milliseconds, times = step_ms(decoding), kernels(lambda: decoding.decode(NUM_STEPS), NUM_STEPS)
+        results[f"{case.rows} rows, {case.adapters} adapters"] = told(milliseconds, times)
         print(f"{case.rows} rows, {case.adapters} adapters: {milliseconds:.3f} ms a step, {times.total():.3f} ms of kernels")
         for name, spent in times.most_common(16):
             print(f"  {spent:7.3f}  {name}")

@@ -57,11 +57,12 @@ def load_ms(bench: Bench, load: Load, names: list[str]) -> float:
 
 
 def beside_loads(load: Load, names: list[str], visitors: list[str]) -> dict[str, Any]:
-    """What streams see while others ask for each of the visitors once in a while."""
+    """What streams see while others ask for each of the visitors once in a while. No prompt is longer than a token: a long one would hold
+    up the streams for longer than a load does, and hide it."""
     streamed, turn = names[:NUM_STREAMED], itertools.cycle(visitors)
     wanted = [name for stream in streamed * NUM_STREAMED for name in (stream, *itertools.islice(turn, VISITS))]
     num_new: Callable[[int], int] = lambda number: NUM_VISITOR_NEW if number % (VISITS + 1) else NUM_NEW  # noqa: E731
-    return load.run(wanted, NUM_CLIENTS // 2, num_new, only=streamed)
+    return load.run(wanted, NUM_CLIENTS // 2, num_new, only=streamed, num_prompt=1)
 
 
 def watched(bench: Bench) -> tuple[MemoryWatch, Callable[[], None]]:
