@@ -1,6 +1,5 @@
 """Merges adapters in a process of its own: the driver, which wants them merged, has neither torch nor time."""
 
-import threading
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -10,19 +9,6 @@ import ray
 from loray.models.adapter import AdapterError
 
 Shapes = dict[str, tuple[int, int]]  # of the base model's linears: module path -> (in_features, out_features)
-
-NUM_MERGES = 2  # at once; each is a process that reads all of its adapters
-
-
-class Merger:
-    """Any thread may call it."""
-
-    def __init__(self) -> None:
-        self._turns = threading.Semaphore(NUM_MERGES)
-
-    def __call__(self, folders: Sequence[Path], weights: Sequence[float], method: dict[str, Any], shapes: Shapes, out: Path) -> None:
-        with self._turns:
-            merge_elsewhere(folders, weights, method, shapes, out)
 
 
 def merge_elsewhere(folders: Sequence[Path], weights: Sequence[float], method: dict[str, Any], shapes: Shapes, out: Path) -> None:

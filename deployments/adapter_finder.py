@@ -5,10 +5,10 @@ Lives on the driver's event loop. Knows neither tiers nor Ray.
 
 import asyncio
 import hashlib
-from collections import Counter, defaultdict
-from collections.abc import AsyncIterator, Callable, Set
+from collections import Counter
+from collections.abc import AsyncIterator, Callable, Iterator, Set
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import AbstractContextManager, ExitStack, asynccontextmanager
+from contextlib import AbstractContextManager, ExitStack, asynccontextmanager, contextmanager
 from typing import Protocol, TypeVar
 
 from loray.deployments.adapter_accounts import account_of, account_of_merge
@@ -22,7 +22,7 @@ T = TypeVar("T")
 
 NUM_FINDERS = 256  # downloads at once; most of the time few
 NUM_READERS = 64  # for folders on this node, whose files are read when they are new
-NUM_MERGES = 64  # that wait for their turn, or look whether they are on disk
+NUM_MERGES = 2  # at once, of different names; each is a process that reads all of its adapters
 NUM_REMOVERS = 8  # a removal waits for the download of the same adapter
 NUM_LOOKERS = 8  # for questions that are answered at once
 NUM_AT_A_PLACE = 8  # threads that one adapter may take: callers with tokens of their own, and all of a folder, ask each for themselves
@@ -37,6 +37,7 @@ class Store(Protocol):
     """Where adapters come from. Blocking; any thread may call this."""
 
     def find(self, ref: AdapterRef) -> Adapter: ...
+    def held_merge(self, ref: AdapterRef, parts: list[Adapter]) -> Adapter | None: ...
     def merged(self, ref: AdapterRef, parts: list[Adapter]) -> Adapter: ...
     def is_local(self, ref: AdapterRef) -> bool: ...
     def named(self, ref: AdapterRef) -> AdapterRef: ...
@@ -69,9 +70,11 @@ class AdapterFinder:
         self._searches: dict[AdapterRef, asyncio.Task[Adapter]] = {}  # of those that may take long
         self._num_waiting: Counter[str] = Counter()  # requests, by adapter id
         self._num_asking: Counter[asyncio.Task[Adapter]] = Counter()  # requests, by search
-        self._turns: defaultdict[TurnKey, asyncio.Semaphore] = defaultdict(lambda: asyncio.Semaphore(NUM_AT_A_PLACE))
+        self._turns: dict[TurnKey, asyncio.Semaphore] = {}
         self._num_at: Counter[TurnKey] = Counter()  # that have or want a turn
         self._unbegun: set[asyncio.Task[Adapter] | None] = set()  # searches that wait for theirs
+        self._merges = asyncio.Semaphore(NUM_MERGES)
+        self._merging: set[asyncio.Task[Adapter] | None] = set()  # searches whose merge is being made
         self._names: asyncio.Future[list[str]] | None = None  # a listing under way
         self._listing: asyncio.Task[None] | None = None
 
@@ -85,8 +88,9 @@ class AdapterFinder:
             try:
                 return await asyncio.shield(search)
             finally:
-                if self._num_asking[search] == 1 and (ref.merge or search in self._unbegun):
-                    self._give_up(ref, search)  # nobody else asks; a download goes on, for those who come again
+                is_made = not ref.merge or search in self._merging  # it goes on, for those who come again
+                if self._num_asking[search] == 1 and (search in self._unbegun or not is_made):
+                    self._give_up(ref, search)  # nobody else asks
 
     async def forget(self, ref: AdapterRef) -> None:
         """Who asks from now on gets what the source has now."""
@@ -162,18 +166,18 @@ class AdapterFinder:
     async def _found(self, ref: AdapterRef) -> Adapter:
         is_here = self._store.is_local(ref) or await self.look(lambda: self._is_on_disk(ref))
         threads = self._readers if is_here else self._finders  # what is here does not wait for downloads
-        async with self._turn((self._store.place_key(ref), is_here)):
+        async with self._turn((self._store.place_key(ref), is_here), NUM_AT_A_PLACE):
             adapter = await asyncio.get_running_loop().run_in_executor(threads, lambda: self._store.find(ref))
         adapter.account = account_of(self._store.named(ref), adapter.path)
         return _of_its_place(adapter)
 
     @asynccontextmanager
-    async def _turn(self, place: TurnKey) -> AsyncIterator[None]:
+    async def _turn(self, place: TurnKey, num_at_once: int) -> AsyncIterator[None]:
         search = asyncio.current_task()
         self._unbegun.add(search)
         try:
             with counted(self._num_at, place):
-                async with self._turns[place]:
+                async with self._turns.setdefault(place, asyncio.Semaphore(num_at_once)):
                     self._unbegun.discard(search)
                     yield
         finally:
@@ -192,11 +196,24 @@ class AdapterFinder:
             for part in refs:
                 parts.append(await self._found(part))
                 kept.enter_context(self._needed(parts[-1]))  # one part's download must not evict another
-            work = asyncio.get_running_loop().run_in_executor(self._mergers, lambda: self._store.merged(ref, parts))
-            merged = await work
+            loop = asyncio.get_running_loop()
+            merged = await loop.run_in_executor(self._readers, lambda: self._store.held_merge(ref, parts))
+            if merged is None:
+                async with self._turn((ref.adapter_id, False), num_at_once=1), self._merges:
+                    with _among(self._merging, asyncio.current_task()):
+                        merged = await loop.run_in_executor(self._mergers, lambda: self._store.merged(ref, parts))
         merged.account = account_of_merge(part.account for part in parts)
         merged.is_private = any(part.is_private for part in parts)
         return _of_its_place(merged)
+
+
+@contextmanager
+def _among(members: set[T], one: T) -> Iterator[None]:
+    members.add(one)
+    try:
+        yield
+    finally:
+        members.discard(one)
 
 
 def _of_its_place(adapter: Adapter) -> Adapter:

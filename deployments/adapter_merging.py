@@ -1,29 +1,42 @@
-"""Makes one adapter of several in the disk cache, where it is kept like a download. Knows neither recipes nor who asks."""
+"""Makes one adapter of several in the disk cache, where it is kept like a download. Knows not who asks."""
 
+import hashlib
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import Any
+
+import msgspec
 
 from loray.deployments.adapter_files import AdapterFiles
 from loray.deployments.adapter_sources import FILES, Place
 from loray.deployments.adapters import Adapter
 from loray.deployments.disk_cache import DiskCache, Entry
 from loray.deployments.errors import AdapterFailed
-from loray.deployments.request import AdapterRef
-from loray.models.adapter import AdapterError
+from loray.deployments.request import AdapterRef, MergeRecipe
+from loray.models.adapter import AdapterError, Shapes
 
 MERGE_BYTES = 1 << 20  # room for a merge's names and ranks, beyond its values
 
 
-def merge_into(
-    cache: DiskCache, files: AdapterFiles, place: Place, ref: AdapterRef, parts: Sequence[Adapter], merge: Callable[[Path], None]
-) -> Adapter:
-    """For who is the only one of the place's key. merge: writes a folder, and raises AdapterError. Raises AdapterFailed and DiskFull.
+Merge = Callable[[Sequence[Path], Sequence[float], dict[str, Any], Shapes, Path], None]  # folders, weights, method, shapes -> folder
 
-    ref: without a token."""
-    num_bytes = sum((Path(part.path) / name).stat().st_size for part in parts for name in FILES)
+
+def merge_place(ref: AdapterRef, parts: Sequence[Adapter]) -> Place:
+    """The same for the same versions and recipe."""
+    recipe = _recipe(ref)
+    origin = msgspec.json.encode(([part.version for part in parts], recipe.weights, _method(recipe)))
+    return Place("merge", ref.adapter_id, hashlib.blake2b(origin, digest_size=12).hexdigest())
+
+
+def merge_into(cache: DiskCache, files: AdapterFiles, ref: AdapterRef, parts: Sequence[Adapter], merge: Merge, shapes: Shapes) -> Adapter:
+    """For who is the only one of the place's key. Raises AdapterFailed and DiskFull. ref: without a token; merge: raises AdapterError."""
+    place, recipe, folders = merge_place(ref, parts), _recipe(ref), [Path(part.path) for part in parts]
+    if recipe.strategy == "linear":  # the others are of no higher rank than their parts
+        files.check_sum(place.address, folders)
+    num_bytes = sum((folder / name).stat().st_size for folder in folders for name in FILES)
     with cache.staging(place.key, 2 * num_bytes + MERGE_BYTES) as folder:  # halves become float32
         try:
-            merge(folder / "merged")
+            merge(folders, recipe.weights, _method(recipe), shapes, folder / "merged")
         except AdapterError as error:
             raise AdapterFailed(f"adapter {place.address!r}: {error}") from error
         for part in parts:
@@ -33,3 +46,12 @@ def merge_into(
         is_private = any(part.is_private for part in parts)
         path = cache.publish(place.key, folder / "merged", Entry("", version, "", is_private, ref))
     return files.check(place.address, path)
+
+
+def _recipe(ref: AdapterRef) -> MergeRecipe:
+    assert ref.merge is not None, "a merge has a recipe"
+    return ref.merge
+
+
+def _method(recipe: MergeRecipe) -> dict[str, Any]:
+    return {"strategy": recipe.strategy, "density": recipe.density, "majority_sign": recipe.majority_sign}

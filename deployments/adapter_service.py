@@ -218,8 +218,8 @@ class AdapterService:
                     self._replaced.drop(adapter_id, ref)
                     await self._unload(ref)
 
-    async def _unload(self, ref: AdapterRef) -> None:
-        """Of a merge: all that go by this name."""
+    async def _unload(self, ref: AdapterRef, is_again: bool = False) -> None:
+        """Of a merge: all that go by this name. is_again: those that are being found now came after the admin's wish."""
         keys = [key for key in self._uses if key == self._key(ref) or (key.merge and key.adapter_id == ref.adapter_id)]
         self._unpin(keys)
         uses = [self._uses.pop(key) for key in keys]
@@ -233,6 +233,8 @@ class AdapterService:
                 await self._ask(partial(AdapterTiers.unload, version=use.adapter.version, on_freed=freed))
         if any(use.ref.merge for use in uses):
             await self._finder.remove(ref)  # those that an earlier process has made, or of other versions of their parts
+            if self._finder.is_searching(ref) and not is_again:
+                self._in_background(self._unload_found(ref))
 
     async def _unload_found(self, ref: AdapterRef) -> None:
         """One that is being found, once it is. Those who wait for it have begun by then, and are served."""
@@ -240,7 +242,7 @@ class AdapterService:
         await asyncio.sleep(BEGUN_S)
         record = self._wishes.records.get(ref.adapter_id)
         if not (record and record.is_loaded):
-            await self._unload(ref)
+            await self._unload(ref, is_again=True)
 
     def _freed(self, use: AdapterUse) -> None:
         """Or wanted again before its last request had ended; then its files stay."""

@@ -7,12 +7,10 @@ import contextlib
 import hashlib
 import logging
 import secrets
-from collections.abc import Callable, Iterator, Sequence, Set
+from collections.abc import Iterator, Set
 from dataclasses import dataclass, field
-from functools import partial
 from itertools import count
 from pathlib import Path
-from typing import Any
 
 import msgspec
 from huggingface_hub import get_token
@@ -21,7 +19,7 @@ from loray.deployments.adapter_download import download
 from loray.deployments.adapter_errors import only_loray_errors
 from loray.deployments.adapter_files import AdapterFiles
 from loray.deployments.adapter_listing import AdapterListing
-from loray.deployments.adapter_merging import merge_into
+from loray.deployments.adapter_merging import Merge, merge_into, merge_place
 from loray.deployments.adapter_room import ANY_ROOM, AdapterRoom
 from loray.deployments.adapter_sources import URL_SCHEMES, Offer, Place, Source, named, place_of
 from loray.deployments.adapter_status import TierUse
@@ -33,7 +31,7 @@ from loray.deployments.expiring import Expiring
 from loray.deployments.hub_source import HubSource, not_found
 from loray.deployments.keyed_lock import KeyedLock
 from loray.deployments.remembered_failures import Asker, RememberedFailures
-from loray.deployments.request import AdapterRef, MergeRecipe
+from loray.deployments.request import AdapterRef
 from loray.deployments.url_source import UrlSource
 from loray.models.adapter import Shapes
 
@@ -43,8 +41,6 @@ TOKEN_S = 300.0  # how long a token counts as one that may read
 MAX_REMEMBERED = 10_000
 
 NOWHERE = "none"  # the key of a reference that means nothing: nothing is kept under it
-
-Merge = Callable[[Sequence[Path], Sequence[float], dict[str, Any], Shapes, Path], None]  # folders, weights, method, shapes -> folder
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,20 +82,26 @@ class AdapterStore:
         adapter.is_private = self.is_private(ref)
         return adapter
 
-    def merged(self, ref: AdapterRef, parts: list[Adapter]) -> Adapter:
-        """Several adapters as one, kept like a download; the same versions and recipe are the same merge. Who asks may read the parts."""
-        recipe = ref.merge
-        assert recipe is not None, "a merge has a recipe"
-        origin = msgspec.json.encode(([part.version for part in parts], recipe.weights, _method(recipe)))
-        place = Place("merge", ref.adapter_id, hashlib.blake2b(origin, digest_size=12).hexdigest())
+    def held_merge(self, ref: AdapterRef, parts: list[Adapter]) -> Adapter | None:
+        """Several adapters as one, if that is on disk; the same versions and recipe are the same merge. Who asks may read the parts."""
+        place, is_private = merge_place(ref, parts), any(part.is_private for part in parts)
         wish = _Wish(place, "", (place.key, b""))
         with only_loray_errors(ref.adapter_id), self._failures.of(wish.asker):
-            adapter = self._held(wish)
-            if adapter is None:
-                with self._fetching.only_one(place.key), self._failures.of(wish.asker), self._cache.only_one(place.key):
-                    adapter = self._held(wish) or self._merge(place, self.named(ref), recipe, parts)
-        adapter.adapter_id = ref.adapter_id
+            adapter, entry = self._on_disk(wish), self._cache.entry(place.key)
+            if adapter and entry and entry.is_private != is_private:
+                self._cache.set_entry(place.key, msgspec.structs.replace(entry, is_private=is_private))
+        if adapter:
+            adapter.adapter_id = ref.adapter_id
         return adapter
+
+    def merged(self, ref: AdapterRef, parts: list[Adapter]) -> Adapter:
+        """The same, made where it is not on disk, and kept like a download."""
+        place = merge_place(ref, parts)
+        with self._fetching.only_one(place.key), self._cache.only_one(place.key), only_loray_errors(ref.adapter_id):
+            if adapter := self.held_merge(ref, parts):
+                return adapter
+            with self._failures.of((place.key, b"")), _told_when_full(place):
+                return merge_into(self._cache, self._files, self.named(ref), parts, self.merge, self._lora_shapes)
 
     def names(self) -> list[str]:
         """The adapters that are here and that everybody gets by these names alone, as far as they have been looked at."""
@@ -130,9 +132,8 @@ class AdapterStore:
         for asker in (asker for asker in self._asking.in_use() if asker.startswith(f"{key} ")):
             with self._asking.only_one(asker):  # what comes now goes too
                 pass
-        for one in [self.place_key(ref, path)] if path else [key, *self._listing.merges(ref.adapter_id)]:
-            with self._fetching.only_one(one):
-                self._cache.remove(one)
+        with self._fetching.only_one(key):
+            self._cache.remove(*([self.place_key(ref, path)] if path else [key, *self._listing.merges(ref.adapter_id)]))
         self._stale.pop(key, None)
         self._unrenewed.pop(key, None)
 
@@ -285,18 +286,6 @@ class AdapterStore:
         place = wish.place
         with _told_when_full(place), self._failures.of_source(place.key):
             return download(self._sources[place.source], place, offer, wish.token, self._files, self._cache)
-
-    def _merge(self, place: Place, ref: AdapterRef, recipe: MergeRecipe, parts: list[Adapter]) -> Adapter:
-        folders = [Path(part.path) for part in parts]
-        if recipe.strategy == "linear":  # the others are of no higher rank than their parts
-            self._files.check_sum(place.address, folders)
-        work = partial(self.merge, folders, recipe.weights, _method(recipe), self._lora_shapes)
-        with _told_when_full(place):
-            return merge_into(self._cache, self._files, place, ref, parts, work)
-
-
-def _method(recipe: MergeRecipe) -> dict[str, Any]:
-    return {"strategy": recipe.strategy, "density": recipe.density, "majority_sign": recipe.majority_sign}
 
 
 @contextlib.contextmanager

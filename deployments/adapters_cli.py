@@ -143,7 +143,8 @@ def table(adapters: Sequence[dict[str, Any]], width: int, now: float) -> list[st
 
 
 def _cells(adapter: dict[str, Any], now: float) -> tuple[str, ...]:
-    state = f"{adapter['state']}{', pinned' if adapter['is_pinned'] else ''}{', private' if adapter['is_private'] else ''}"
+    kinds = [kind for kind in ("pinned", "private", "merge") if adapter[f"is_{kind}"]]
+    state = ", ".join((adapter["state"], *kinds))
     sizes = [_size(adapter[f"{tier}_bytes"]) for tier in ("gpu", "host", "disk")]
     counts = [str(adapter[f"num_{what}"]) for what in ("running", "served", "failed")]
     return (adapter["adapter_id"], state, adapter["version"][:8] or "-", str(adapter["rank"] or "-"), *sizes, *counts, _ago(adapter, now))

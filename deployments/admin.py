@@ -80,7 +80,9 @@ class AdapterAdmin:
     async def change(self, action: AdminAction, adapter_id: str) -> dict[str, Any]:
         """Of an adapter that is known. Pin and reload return when every replica has it in host memory."""
         known = await self._known(adapter_id)
-        current = min(known, key=lambda status: (action == "unpin" and not status.is_pinned, STANDING.get(status.state, 0)))
+        current = min(
+            known, key=lambda status: (status.is_merge, action == "unpin" and not status.is_pinned, STANDING.get(status.state, 0))
+        )
         if current.is_merge and action in ("pin", "reload"):
             raise InvalidRequest(f"{adapter_id!r} is a merge, made by requests; {action} the adapters that it is made of")
         ref = AdapterRef(adapter_id=adapter_id, source=current.source, revision=current.revision)

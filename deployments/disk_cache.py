@@ -164,16 +164,16 @@ class DiskCache:
             shutil.rmtree(staged, ignore_errors=True)
         return folder
 
-    def remove(self, key: str) -> None:
+    def remove(self, *keys: str) -> None:
         """Versions that somebody holds stay until they are let go. Takes a moment, in which those who have found one may hold it."""
-        if not (self._folder / key).is_dir():
-            return
-        with self.only_one(key):
-            with self.only_one(ROOM):
+        there = [key for key in keys if (self._folder / key).is_dir()]
+        for key in there:
+            with self.only_one(key), self.only_one(ROOM):
                 (self._folder / key / ENTRY_FILE).unlink(missing_ok=True)
-            time.sleep(FOUND_S)
+        time.sleep(FOUND_S if there else 0.0)
+        for key in there:
             with self.only_one(ROOM):
-                for held in self._held(self._folder / key):
+                for held in self._held(self._folder / key) if self.entry(key) is None else ():  # else it was published again meanwhile
                     with suppress(OSError):  # a full disk: it is deleted now or evicted later
                         (held.path / REMOVED_FILE).touch()  # before it is tried: who lets it go later sees this
                     self._delete(held.path)

@@ -21,7 +21,7 @@ from ray.util import get_current_placement_group
 
 from loray.cluster.channel import Address
 from loray.cluster.group import RankGroup
-from loray.cluster.merge_task import Merger
+from loray.cluster.merge_task import merge_elsewhere
 from loray.cluster.rank import RankSpec
 from loray.deployments.adapter_accounts import account_weights
 from loray.deployments.adapter_room import AdapterRoom
@@ -84,7 +84,7 @@ class Driver:
         room = AdapterRoom(int(self._engine.stats()["adapter_pages"]), page_bytes, args.adapters.host_bytes)
         store = AdapterStore(args.adapters, reports[0].lora_shapes, cache_folder() / "adapters", room)
         self._adapters = AdapterService(store, self._engine, args.adapters.max_waiting, page_bytes)
-        store.merge = Merger()
+        store.merge = merge_elsewhere
         self._info = driver_info(args, spec, reports[0], self._engine.stats())
         logger.info("ready in %.1f s: %s", time.monotonic() - started, self._info)
 

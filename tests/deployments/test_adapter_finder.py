@@ -4,7 +4,7 @@ import asyncio
 import threading
 import time
 from collections.abc import Coroutine, Iterator
-from contextlib import nullcontext
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +19,7 @@ from loray.deployments.errors import InvalidRequest
 from loray.deployments.needed_folders import NeededFolders
 from loray.deployments.request import AdapterRef, MergeRecipe
 from tests.deployments.file_server import FileServer
-from tests.deployments.merging_here import merge_here
+from tests.deployments.merging_here import merge_here, merge_ref
 from tests.deployments.peft_folder import SHAPES, save_folder
 
 pytestmark = pytest.mark.slow  # downloads
@@ -283,16 +283,17 @@ def test_merges_that_nobody_waits_for_any_more_are_not_made(world: World, monkey
         door.wait(HELD_S)
         return AdapterStore.merged(world.store, ref, parts)
 
-    def merge(weight: float) -> AdapterRef:
-        return AdapterRef(adapter_id="merge", merge=MergeRecipe(adapter_ids=(world.ref.adapter_id,), weights=(weight,)))
+    def merge(weight: float, name: str = "merge") -> AdapterRef:
+        return merge_ref(name, world.ref.adapter_id, weights=(weight,))
 
     async def run() -> None:
-        running = [asyncio.create_task(world.finder.find(merge(1 + number))) for number in range(adapter_finder.NUM_MERGES)]
+        names = (f"merge {number}" for number in range(adapter_finder.NUM_MERGES))
+        running = [asyncio.create_task(world.finder.find(merge(1 + number, name))) for number, name in enumerate(names)]
         while len(made) < len(running):
             await asyncio.sleep(0.01)
         left = [asyncio.create_task(world.finder.find(merge(100 + number))) for number in range(20)]
         joined = [asyncio.create_task(world.finder.find(merge(100))), asyncio.create_task(world.finder.find(merge(5000)))]
-        while world.finder._num_waiting["merge"] < len(running) + len(left) + len(joined):
+        while world.finder._num_waiting["merge"] < len(left) + len(joined):
             await asyncio.sleep(0.01)
         for task in left:
             task.cancel()
@@ -306,6 +307,82 @@ def test_merges_that_nobody_waits_for_any_more_are_not_made(world: World, monkey
     monkeypatch.setattr(world.store, "merged", merged)
     monkeypatch.setattr(world.finder, "_max_waiting", 100)
     asyncio.run(run())
+
+
+def test_a_merge_on_disk_waits_for_none_that_is_made_and_one_name_holds_up_no_other(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
+    door = threading.Event()
+
+    def merge(weight: float, name: str) -> AdapterRef:
+        return merge_ref(name, world.ref.adapter_id, weights=(weight,))
+
+    def merge_late(*args: Any) -> None:
+        assert args[1] != (9.0,) or door.wait(HELD_S)
+        merge_here(*args)
+
+    async def run() -> None:
+        await world.finder.find(merge(1, "many"))
+        held = [asyncio.create_task(world.finder.find(merge(9, "many")))]
+        while not world.finder._merging:
+            await asyncio.sleep(0.01)
+        held += [asyncio.create_task(world.finder.find(merge(weight, "many"))) for weight in range(10, 80)]
+        await world.finder.find(merge(1, "many"))
+        await world.finder.find(merge(2, "other"))
+        assert len(world.finder._merging) == 1 and not any(task.done() for task in held)
+        for task in held:
+            task.cancel()
+        await asyncio.wait(held)
+        door.set()
+
+    world.store.merge = merge_late
+    monkeypatch.setattr(world.finder, "_max_waiting", 100)
+    asyncio.run(run())
+
+
+def test_what_is_merged_though_its_caller_has_left_is_told_of_and_keeps_its_parts(world: World) -> None:
+    door, needed = threading.Event(), world.finder._needed
+    held: list[Adapter] = []
+
+    @contextmanager
+    def noted(adapter: Adapter) -> Iterator[None]:
+        held.append(adapter)
+        with needed(adapter):
+            yield
+        held.remove(adapter)
+
+    def merge_late(*args: Any) -> None:
+        assert door.wait(HELD_S)
+        merge_here(*args)
+
+    async def run() -> None:
+        half = merge_ref("half", world.ref.adapter_id, weights=(0.5,))
+        left = asyncio.create_task(world.finder.find(half))
+        while not world.finder._merging:
+            await asyncio.sleep(0.01)
+        left.cancel()
+        await asyncio.wait([left])
+        assert world.finder.searching() == [half] and len(held) == 1
+        again = asyncio.create_task(world.finder.find(half))
+        door.set()
+        assert (await again).rank == 4
+        await world.finder.ended(half)
+        assert not world.finder.searching() and not held and not world.finder._merging
+
+    world.store.merge = merge_late
+    world.finder._needed = noted
+    asyncio.run(run())
+
+
+@pytest.mark.parametrize("is_private", [False, True])
+def test_a_merge_of_what_is_private_is_private(world: World, is_private: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    def find(ref: AdapterRef) -> Adapter:
+        adapter = AdapterStore.find(world.store, ref)
+        adapter.is_private = is_private
+        return adapter
+
+    world.store.merge = merge_here
+    monkeypatch.setattr(world.store, "find", find)
+    half = merge_ref("half", world.ref.adapter_id, weights=(0.5,))
+    assert [asyncio.run(world.finder.find(half)).is_private for _ in range(2)] == [is_private] * 2
 
 
 def test_one_adapter_takes_few_finders_however_many_tokens_ask_for_it(world: World, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -17,7 +17,7 @@ from loray.deployments.config import AdapterArgs
 from loray.deployments.errors import AdapterFailed, AdapterNotFound, InvalidRequest, SourceFailed
 from loray.deployments.request import AdapterRef, MergeRecipe
 from tests.deployments.file_server import FileServer, Handler, Hold, HubServer
-from tests.deployments.merges import merge_ref, merging
+from tests.deployments.merging_here import merge_ref, merging
 from tests.deployments.peft_folder import SHAPES, save_folder
 
 pytestmark = pytest.mark.slow  # downloads

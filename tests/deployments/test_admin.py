@@ -339,6 +339,14 @@ def test_what_requests_have_merged_is_neither_pinned_nor_reloaded(service: Servi
     assert [change.action for change in backend.changes] == ["unload"]
 
 
+@pytest.mark.parametrize("action", ["pin", "reload"])
+def test_an_adapter_that_is_called_like_a_merge_is_meant_rather_than_it(service: Service, backend: ScriptedBackend, action: str) -> None:
+    merge = status_of("merge of a", "gpu", version="0", source="", is_merge=True)
+    backend.statuses = {"replica": [merge, status_of("merge of a", "host", source="local")]}
+    assert call(service, "POST", f"/merge of a/{action}").status_code == 200
+    assert [change.ref.source for change in backend.changes] == ["local"]
+
+
 def test_unpin_is_for_the_one_that_is_pinned(service: Service, backend: ScriptedBackend) -> None:
     pinned = status_of("poet", "host", source="local", is_pinned=True)
     backend.statuses = {"replica": [status_of("poet", "gpu", source="hub"), pinned]}

@@ -1,17 +1,20 @@
 """Merges on disk are told to admins and leave when they say so, whichever process has made them."""
 
 import asyncio
+import threading
 from pathlib import Path
+from typing import Any
 
 import pytest
 
+from loray.deployments import disk_cache
 from loray.deployments.adapter_service import AdapterService
 from loray.deployments.adapter_status import AdapterStatus
 from loray.deployments.adapter_store import AdapterStore
 from loray.deployments.config import AdapterArgs
 from loray.deployments.engine import Engine
 from loray.deployments.request import AdapterRef
-from tests.deployments.merges import merge_ref, merging
+from tests.deployments.merging_here import merge_ref, merging
 from tests.deployments.peft_folder import SHAPES, save_folder
 from tests.deployments.rank_in_process import PAGE_BYTES, RankInProcess, start_engine
 from tests.deployments.replica_admin import ReplicaAdmin
@@ -31,10 +34,10 @@ def engine() -> Engine:
     return start_engine(RankInProcess())
 
 
-def new_store(root: Path) -> AdapterStore:
+def new_store(root: Path, merges: list[Path] | None = None) -> AdapterStore:
     """As another process has it."""
     store = AdapterStore(AdapterArgs(local_roots=[root]), SHAPES, root.parent / "cache")
-    store.merge = merging([])
+    store.merge = merging(merges if merges is not None else [])
     return store
 
 
@@ -43,7 +46,7 @@ def make(store: AdapterStore, ref: AdapterRef, is_private: bool = False) -> Path
     assert ref.merge is not None
     parts = [store.find(AdapterRef(adapter_id=part)) for part in ref.merge.adapter_ids]
     parts[0].is_private = is_private
-    return Path(store.merged(ref, parts).path)
+    return Path((store.held_merge(ref, parts) or store.merged(ref, parts)).path)
 
 
 def test_what_an_earlier_process_has_merged_is_listed_by_its_name_and_removed_by_it_alone(root: Path) -> None:
@@ -72,32 +75,75 @@ def test_a_token_is_not_written_to_disk_with_what_it_has_merged(root: Path) -> N
     assert all(b"hf_secret" not in file.read_bytes() for file in path.parent.rglob("*") if file.is_file())
 
 
-def test_a_merge_of_what_is_private_is_found_again_by_who_may_read_its_parts(root: Path) -> None:
+def test_a_merge_is_as_private_as_its_parts_are_now_and_found_again_by_who_may_read_them(root: Path) -> None:
     ref = merge_ref(OTHER, "small", weights=(0.5,))
-    assert make(new_store(root), ref, is_private=True) == make(new_store(root), ref, is_private=True)
+    path, store = make(new_store(root), ref), new_store(root)
+    for is_private in (True, False, True):
+        assert make(store, ref, is_private) == path
+        assert [adapter.is_private for _, adapter in store.left_on_disk(set())] == [is_private]
+
+
+def test_many_merges_of_a_name_are_removed_in_one_go(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    store, naps = new_store(root), []
+    paths = [make(store, merge_ref(OTHER, "small", weights=(0.5 + number,))) for number in range(9)]
+    monkeypatch.setattr(disk_cache.time, "sleep", naps.append)
+    store.remove(AdapterRef(adapter_id=OTHER))
+    assert not any(path.exists() for path in paths) and naps == [disk_cache.FOUND_S]
+
+
+def test_what_is_made_again_while_it_is_removed_stays(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    store, ref = new_store(root), merge_ref(OTHER, "small", weights=(0.5,))
+    path = make(store, ref)
+    monkeypatch.setattr(disk_cache.time, "sleep", lambda seconds: make(new_store(root), ref))
+    store.remove(AdapterRef(adapter_id=OTHER))
+    assert (path / "adapter_model.safetensors").exists() and make(new_store(root), ref) == path
 
 
 def test_a_new_replica_tells_of_merges_and_unloads_all_of_a_name(root: Path, engine: Engine) -> None:
-    earlier = new_store(root)
-    left = make(earlier, merge_ref(NAME, "small", "large", weights=(0.25, 0.25)))
-    save_folder(root / "large", 16, seed=7)
-    used = merge_ref(NAME, "small", "large", weights=(0.5, 0.5))
-    before = make(earlier, used)
-    save_folder(root / "large", 16, seed=8)
-    service = AdapterService(new_store(root), engine, max_waiting=2, page_bytes=PAGE_BYTES)
+    merges_made: list[Path] = []
+    earlier, service = (AdapterService(new_store(root, merges_made), engine, max_waiting=2, page_bytes=PAGE_BYTES) for _ in range(2))
+    used, other = (merge_ref(NAME, "small", "large", weights=weights) for weights in ((0.5, 0.5), (0.25, 0.25)))
 
     async def merges() -> list[AdapterStatus]:
         return [status for status in await service.statuses() if status.is_merge]
 
     async def work() -> None:
+        left, before = Path((await earlier.find(other)).path), Path((await earlier.find(used)).path)
+        assert Path((await service.find(other)).path) == left and len(merges_made) == 2
+        save_folder(root / "large", 16, seed=8)
         assert [(status.adapter_id, status.state, status.disk_bytes > 0) for status in await merges()] == [(NAME, "known", True)] * 2
         await service.load(used)
         now = Path((await service.find(used)).path)
         assert sorted(status.state for status in await merges()) == ["host", "known", "known"] and now not in (left, before)
+        assert len(merges_made) == 3
         await ReplicaAdmin(service).change("unload", NAME)
         while await merges():
             await asyncio.sleep(0.01)
         assert not any(path.exists() for path in (left, before, now))
+
+    asyncio.run(asyncio.wait_for(work(), 30))
+
+
+def test_what_is_being_merged_while_its_name_is_unloaded_goes_when_it_is_there(root: Path, engine: Engine) -> None:
+    door, store = threading.Event(), new_store(root)
+
+    def merge_late(*args: Any) -> None:
+        assert args[1] == (0.5,) or door.wait(10)
+        merging([])(*args)
+
+    store.merge = merge_late
+    service = AdapterService(store, engine, max_waiting=2, page_bytes=PAGE_BYTES)
+
+    async def work() -> None:
+        await service.load(merge_ref(OTHER, "small", weights=(0.5,)))
+        late = asyncio.create_task(service.find(merge_ref(OTHER, "small", weights=(0.25,))))
+        while not service._finder._merging:
+            await asyncio.sleep(0.01)
+        await ReplicaAdmin(service).change("unload", OTHER)
+        door.set()
+        path = Path((await late).path)
+        while path.exists() or [status for status in await service.statuses() if status.is_merge]:
+            await asyncio.sleep(0.01)
 
     asyncio.run(asyncio.wait_for(work(), 30))
 
