@@ -12,6 +12,7 @@ import pytest
 from loray.deployments import adapter_store, remembered_failures
 from loray.deployments.adapter_merging import MERGE_BYTES
 from loray.deployments.adapter_room import ANY_ROOM, AdapterRoom
+from loray.deployments.adapter_sources import Offer
 from loray.deployments.adapter_store import AdapterStore
 from loray.deployments.config import AdapterArgs
 from loray.deployments.errors import AdapterFailed, AdapterNotFound, InvalidRequest, SourceFailed
@@ -221,6 +222,30 @@ def test_what_is_removed_while_it_is_downloaded_does_not_stay(world: World) -> N
         assert held.wait(60)
         removed = threads.submit(store.remove, ref)
         released.set()
+        assert found.result(60).num_pages == 1
+        removed.result(60)
+    assert store.disk_bytes(ref) == 0
+
+
+def test_what_is_removed_while_its_source_is_asked_does_not_stay_either(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
+    store, ref = world.store(), world.on_web("small")
+    asked, door = threading.Event(), threading.Event()
+    source = store._sources["https"]
+    describe = source.describe
+
+    def describe_late(*args: Any) -> Offer:
+        asked.set()
+        assert door.wait(60)
+        return describe(*args)
+
+    monkeypatch.setattr(source, "describe", describe_late)
+    with ThreadPoolExecutor(2) as threads:
+        found = threads.submit(store.find, ref)
+        assert asked.wait(60)
+        removed = threads.submit(store.remove, ref)
+        with pytest.raises(TimeoutError):
+            removed.result(0.3)
+        door.set()
         assert found.result(60).num_pages == 1
         removed.result(60)
     assert store.disk_bytes(ref) == 0

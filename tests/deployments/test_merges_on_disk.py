@@ -2,6 +2,7 @@
 
 import asyncio
 import threading
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -67,6 +68,28 @@ def test_what_an_earlier_process_has_merged_is_listed_by_its_name_and_removed_by
     make(store, halves)
     store.remove(AdapterRef(adapter_id=NAME))
     assert [path.exists() for path in paths.values()] == [False, False, True]
+
+
+def test_two_processes_make_a_merge_once(root: Path) -> None:
+    ref, merges = merge_ref(OTHER, "small", weights=(0.5,)), list[Path]()
+    begun, door = threading.Event(), threading.Event()
+    first, second = new_store(root), new_store(root, merges)
+
+    def merge_late(*args: Any) -> None:
+        begun.set()
+        assert door.wait(10)
+        merging(merges)(*args)
+
+    first.merge = merge_late
+    with ThreadPoolExecutor(2) as threads:
+        made = threads.submit(make, first, ref)
+        assert begun.wait(10)
+        found = threads.submit(make, second, ref)
+        with pytest.raises(TimeoutError):
+            found.result(0.3)
+        door.set()
+        assert made.result(10) == found.result(10)
+    assert len(merges) == 1
 
 
 def test_a_token_is_not_written_to_disk_with_what_it_has_merged(root: Path) -> None:
