@@ -21,7 +21,7 @@ from loray.deployments.adapter_records import AdapterChange, Changed
 from loray.deployments.adapter_status import AdapterStatus
 from loray.deployments.deadlines import seconds_left
 from loray.deployments.errors import AdapterChanged, AdapterFailed, DeadlineExceeded, Incomplete, LorayError, Unhealthy, from_wire
-from loray.deployments.mailbox import Mailbox, ReplicaLost
+from loray.deployments.mailbox import Mailbox, ReplicaLost, no_rest
 from loray.deployments.request import AdapterRef, AdapterTemplate, GenerationRequest, TokenEvent
 from loray.deployments.token_channel import TokenReceiver
 
@@ -35,6 +35,8 @@ TEMPLATE_S = 600.0  # for an adapter's chat template, which comes with the adapt
 LEAVING_S = 1.0  # for Serve to cancel a task whose calls it has cancelled
 GRACE_S = 0.5  # beyond a deadline: the driver's own word of it says more
 MAX_LOSSES = 2  # replicas lost in a row without a single new token
+PAUSE_OF_STREAM_S = 0.001  # between two writes of a stream, for each that flows: Serve's proxy, a process, takes some 8,000 a second
+MAX_PAUSE_S = 0.02  # however many do: fifty writes a second still flow
 MAX_CHANGES = 10  # of an adapter's files in a row, each while they were read
 NO_RECEIVER = "this ingress replica gets no tokens any more"
 
@@ -44,6 +46,7 @@ class DriverClient:
         self._driver = driver
         self._registry = registry
         self._events: dict[str, Mailbox] = {}  # None in it: the Serve call has ended
+        self._num_flowing = 0  # requests that may rest and have tokens
         self._receiver = TokenReceiver(ray.util.get_node_ip_address(), self._deliver)
         self._receiving = asyncio.create_task(self._receiver.run())
         self._receiving.add_done_callback(self._end_all)
@@ -142,14 +145,14 @@ class DriverClient:
         """One request at one replica, to its last event."""
         self.check_receiver()
         address = self._receiver.address
-        events = self._events[request.request_id] = Mailbox(len(request.output_ids))
+        events = self._events[request.request_id] = Mailbox(len(request.output_ids), self._pause_s if request.may_rest else no_rest)
         response = self._driver.submit.remote(msgspec.msgpack.encode(request), address.endpoint, address.public_key)
         call = asyncio.create_task(_result(response))
         call.add_done_callback(partial(_tell_ended, events))
         late = DeadlineExceeded("no replica said more of it")
         timer = asyncio.get_running_loop().call_later(request.deadline_s + GRACE_S, events.fail, late) if request.deadline_s else None
         wait_s: float | None = ACCEPT_S
-        is_done = False
+        is_done = is_flowing = False
         try:
             while not is_done:
                 try:
@@ -169,11 +172,15 @@ class DriverClient:
                 else:
                     wait_s = TAIL_S if call.done() else None
                     is_done = event.is_last
+                    if event.token_ids and request.may_rest and not is_flowing:
+                        is_flowing = True
+                        self._num_flowing += 1
                     yield event
         finally:
             if timer:
                 timer.cancel()
             del self._events[request.request_id]
+            self._num_flowing -= is_flowing
             if not is_done:
                 response.cancel()
                 call.cancel()
@@ -182,6 +189,9 @@ class DriverClient:
         events = self._events.get(event.request_id)
         if events is not None:  # else the request was given up here and its last tokens were on their way
             events.put(event)
+
+    def _pause_s(self) -> float:
+        return min(MAX_PAUSE_S, PAUSE_OF_STREAM_S * self._num_flowing)
 
     def _end_all(self, receiving: asyncio.Task[None]) -> None:
         """Whoever waits for tokens would wait for ever."""

@@ -74,7 +74,8 @@ def _check_port(host: str, port: int) -> None:
             probe.bind(address)
         except OSError as error:
             if error.errno == errno.EADDRINUSE:
-                raise LaunchError(f"port {port} is in use on {host}: choose another with PORT=9000 (make) or --port 9000") from error
+                other = 9000 if port != 9000 else 9001
+                raise LaunchError(f"port {port} is in use on {host}: choose another with PORT={other} (make) or --port {other}") from error
             raise LaunchError(f"can't listen on {host} port {port}: {error.strerror}") from error
 
 

@@ -118,7 +118,7 @@ class NativeApi:
 
     async def stream(self, call: "Call", timing: Timing) -> sse.Batches:
         text = ""
-        async with self._service.generation(call.request, call.stops, timing) as generation:
+        async with self._service.generation(call.request.resting(not call.stops), call.stops, timing) as generation:
             async for piece in generation:
                 text += piece.text
                 events = [event_shape(token) for token in piece.tokens]

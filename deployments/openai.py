@@ -207,7 +207,7 @@ class OpenAIApi:
         return sources[0] if len(sources) == 1 else merge(sources)
 
     async def _pieces_of(self, call: Call, index: int) -> Pieces:
-        request, timing = call.requests[index], Timing(call.received)
+        request, timing = call.requests[index].resting(bool(call.body.stream) and not call.stops), Timing(call.received)
         async with call.turns, self._service.generation(request, call.stops, timing, call.shelter) as generation:
             is_first = request.wants_prompt_logprobs
             async for piece in generation:

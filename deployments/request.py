@@ -77,6 +77,7 @@ class GenerationRequest(msgspec.Struct, frozen=True, kw_only=True):
     deadline_s: float = 0.0  # what is left of its time when it is sent; 0 = no limit
     grammar_field: str = ""  # what the caller calls the field that asks for sampling.grammar
     trace: TraceContext = TraceContext()  # the span that it belongs under
+    may_rest: bool = False  # its tokens are only written on: several at once, a moment late, do as well
 
     @property
     def adapter_id(self) -> str:
@@ -87,6 +88,9 @@ class GenerationRequest(msgspec.Struct, frozen=True, kw_only=True):
     def max_tokens(self) -> int:
         """The most tokens it can come to have."""
         return len(self.prompt_ids) + (0 if self.pooling else self.max_new_tokens)
+
+    def resting(self, may_rest: bool) -> "GenerationRequest":
+        return msgspec.structs.replace(self, may_rest=may_rest)
 
     def with_stop_ids(self, eos_ids: Collection[int]) -> "GenerationRequest":
         """The ranks must know the tokens that may not come yet."""

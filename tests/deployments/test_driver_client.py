@@ -16,7 +16,7 @@ from loray.cluster.channel import Address
 from loray.deployments import driver_client
 from loray.deployments.adapter_records import AdapterChange
 from loray.deployments.adapter_registry import AdapterRegistry, Patience
-from loray.deployments.driver_client import MAX_CHANGES, MAX_LOSSES, DriverClient
+from loray.deployments.driver_client import MAX_CHANGES, MAX_LOSSES, PAUSE_OF_STREAM_S, DriverClient
 from loray.deployments.errors import AdapterChanged, AdapterFailed, DeadlineExceeded, Incomplete, Unhealthy
 from loray.deployments.ingress import Ingress
 from loray.deployments.registry_follower import RegistryFollower
@@ -327,6 +327,21 @@ def test_a_template_whose_adapter_is_long_on_its_way_is_told_so(monkeypatch: pyt
             await Client(driver).chat_template(AdapterRef(adapter_id="pirate"))
 
     play(driver, scenario())
+
+
+@pytest.mark.parametrize("may_rest", [True, False])
+def test_a_stream_pauses_for_those_alone_that_flow(may_rest: bool) -> None:
+    driver = Driver([[ACCEPTED, tokens(1), tokens(2, finish_reason="length")]])
+
+    async def pauses() -> list[float]:
+        client = Client(driver)
+        seen = [client._pause_s()]
+        async for _ in client.generate(request(max_new_tokens=2).resting(may_rest)):
+            seen.append(client._pause_s())
+        return [*seen, client._pause_s()]
+
+    flows = PAUSE_OF_STREAM_S if may_rest else 0.0
+    assert play(driver, pauses()) in ([0.0, 0.0, flows, flows, 0.0], [0.0, 0.0, flows, 0.0])  # the two tokens may come together
 
 
 def test_replicas_that_are_lost_without_a_result_are_an_error() -> None:

@@ -148,3 +148,57 @@ def test_a_reader_that_keeps_up_gets_every_event_at_once() -> None:
             assert await asyncio.wait_for(waiting, 5) == event
 
     asyncio.run(run())
+
+
+def test_between_the_first_and_the_last_a_reader_is_woken_once_for_what_comes_within_the_rest() -> None:
+    async def run() -> None:
+        mailbox = Mailbox(rest_s=lambda: 0.2)
+        mailbox.put(ACCEPTED)
+        assert await taken(mailbox, 1) == [ACCEPTED]
+        mailbox.put(token(1))
+        assert await taken(mailbox, 1) == [token(1)], "the first token waits for nothing"
+        started = asyncio.get_running_loop().time()
+        waiting = asyncio.create_task(mailbox.get())
+        for event in (token(2), token(3)):
+            mailbox.put(event)
+            await asyncio.sleep(0.01)
+            assert not waiting.done()
+        assert await asyncio.wait_for(waiting, 5) == token(2).joined(token(3))
+        assert asyncio.get_running_loop().time() >= started + 0.19
+
+    asyncio.run(run())
+
+
+@pytest.mark.parametrize("end", [token(3, finish_reason="length"), TokenEvent("r", error="Incomplete", message="why", num_before=2), None])
+def test_an_end_wakes_the_reader_at_once(end: TokenEvent | None) -> None:
+    async def run() -> None:
+        mailbox = Mailbox(rest_s=lambda: 3600.0)
+        mailbox.put(token(1))
+        await taken(mailbox, 1)
+        mailbox.put(token(2))
+        mailbox.put(end)
+        told = [token(2).joined(end)] if end and end.token_ids else [token(2), end]
+        assert await taken(mailbox, len(told)) == told
+
+    asyncio.run(run())
+
+
+def test_a_failure_wakes_the_reader_at_once_and_a_rest_that_is_over_holds_nothing_up() -> None:
+    async def run() -> None:
+        mailbox = Mailbox(rest_s=lambda: 0.02)
+        mailbox.put(token(1))
+        await taken(mailbox, 1)
+        await asyncio.sleep(0.03)
+        waiting = asyncio.create_task(mailbox.get())
+        await asyncio.sleep(0)
+        mailbox.put(token(2))
+        await asyncio.sleep(0)
+        await asyncio.sleep(0)
+        assert waiting.done() and waiting.result() == token(2)
+        mailbox.put(token(3))
+        mailbox.fail(DeadlineExceeded("late"))
+        assert await taken(mailbox, 1) == [token(3)]
+        with pytest.raises(DeadlineExceeded):
+            await taken(mailbox, 1)
+
+    asyncio.run(run())

@@ -122,6 +122,13 @@ def test_the_stop_string_stays_in_the_text() -> None:
     assert backend.endings == ["GeneratorExit"]
 
 
+def test_only_a_stream_without_stop_strings_may_rest_between_tokens() -> None:
+    backend = saying("x")
+    for path, parameters in (("/generate_stream", {}), ("/generate_stream", {"stop": ["y"]}), ("/generate", {})):
+        assert post(backend, path, {"inputs": "hello", "parameters": parameters}).status_code == 200
+    assert [request.may_rest for request in backend.requests] == [True, False, False]
+
+
 def test_the_full_text_begins_with_the_prompt() -> None:
     assert generate(saying(" world"), return_full_text=True)["generated_text"] == "hello world"
 

@@ -69,6 +69,15 @@ def test_the_openai_client_streams_a_chat(client: openai.OpenAI) -> None:
     assert len({part.id for part in [*parts, last]}) == 1
 
 
+@pytest.mark.parametrize("path", ["/v1/chat/completions", "/v1/completions"])
+def test_only_a_stream_without_stop_strings_may_rest_between_tokens(path: str) -> None:
+    backend = saying("x")
+    asked = {"messages": [{"role": "user", "content": "hello"}]} if "chat" in path else {"prompt": "hello"}
+    for fields in ({"stream": True}, {"stream": True, "stop": "y"}, {}):
+        assert post(backend, path, {"model": BASE, **asked, **fields}).status_code == 200
+    assert [request.may_rest for request in backend.requests] == [True, False, False]
+
+
 def test_the_openai_client_completes(client: openai.OpenAI) -> None:
     answer = client.completions.create(model=BASE, prompt="hello")
     assert (answer.choices[0].text, answer.choices[0].finish_reason) == ("hello world 日本語", "stop")
