@@ -182,11 +182,12 @@ class Engine:
         plan, began = self._in_flight.popleft(), self._last_progress
         self._last_progress = time.monotonic()
         self._pace.took(plan, self._last_progress - began)
-        self._counts.num_pool_loads += len(plan.loads)
+        loaded = [adapter for index, adapter in enumerate(plan.loads) if index not in result.failed_loads]
+        self._counts.num_pool_loads += len(loaded)
         self._counts.pool_load_seconds += result.load_seconds
-        for adapter in plan.loads:
+        for adapter in loaded:
             adapter.pool_use.num_loads += 1
-            adapter.pool_use.load_seconds += result.load_seconds / len(plan.loads)
+            adapter.pool_use.load_seconds += result.load_seconds / len(loaded)
         for index, reason in result.failed_loads.items():
             self._fail_adapter(list(plan.loads)[index], AdapterFailed(reason))
         for sequence, error in failures(plan, result).items():
@@ -286,12 +287,12 @@ class Engine:
     def _take_prepared(self, prepared: Prepared) -> None:
         if prepared.grammar:
             return self._grammars.arrived(prepared.grammar, prepared.num_bytes, prepared.error)
-        self._counts.num_host_loads += 1
-        self._counts.host_load_seconds += prepared.seconds
         if prepared.error:
             adapter, reason = self._tiers.failed(prepared.copy, prepared.error)
             self._fail_adapter(adapter, AdapterChanged(reason) if prepared.is_changed else AdapterFailed(reason))
         else:
+            self._counts.num_host_loads += 1
+            self._counts.host_load_seconds += prepared.seconds
             self._tiers.host.arrived(prepared.copy, prepared.num_bytes, prepared.seconds)
 
     def _flush(self) -> None:

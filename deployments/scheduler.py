@@ -116,7 +116,9 @@ class Scheduler:
                     return
                 self._grow(plan, prefills.pop())
             elif self._fits(head, prefills, kept) and self._may_pass(head, blocked):
-                if self._load_ahead(plan, head):
+                if self._comes_later(plan, head, prefills):
+                    self.waiting.skip_outside()
+                elif self._load_ahead(plan, head):
                     kept.append(self._prefixes.num_wanted(head))
                 elif self._outgrows(plan, head):
                     return
@@ -141,6 +143,16 @@ class Scheduler:
             self.waiting.placed(sequence)
         return adapter in plan.loads
 
+    def _comes_later(self, plan: Plan, sequence: Sequence, prefills: Iterable[Sequence]) -> bool:
+        """Whether its adapter had better come with a later step: two copies outlast one that is replayed, and all would wait for them."""
+        if not plan.loads or not self._captured or not self._comes_alone(sequence):
+            return False
+        return self._captured.has(plan.num_tokens + sum(other.num_to_compute for other in prefills), plan.num_scores)
+
+    def _comes_alone(self, sequence: Sequence) -> bool:
+        """Whether its adapter must come into the pool, by a copy beside the steps of others."""
+        return bool(self._captured and self.running and sequence.adapter and not sequence.adapter.page_ids)
+
     def _grow(self, plan: Plan, sequence: Sequence) -> None:
         """Add a running sequence to the plan, at the cost of others if blocks are short."""
         if sequence.slot is None:  # gave way a moment ago
@@ -159,7 +171,13 @@ class Scheduler:
         prefills = self._prefills()
         num_new = num_new_blocks = num_tokens = 0  # of those that will fit
         blocked: Sequence | None = None
+        has_alone = False
         for head in self._admissible():
+            comes_alone = self._comes_alone(head)
+            if comes_alone and has_alone:
+                self.waiting.skip_outside()
+                continue
+            has_alone = has_alone or comes_alone
             if num_tokens >= self._max_batch_tokens or not self._may_pass(head, blocked):
                 return
             num_wanted = self._prefixes.num_wanted(head)

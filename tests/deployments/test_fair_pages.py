@@ -6,7 +6,7 @@ import pytest
 
 from loray.deployments.plan import Plan
 from loray.deployments.sequence import Sequence
-from loray.models.step import Pooling
+from loray.models.step import CapturedSteps, Pooling
 from tests.deployments.simulated_rank import greedy
 from tests.deployments.stepped_scheduler import BLOCK, Server
 from tests.deployments.traffic import Shape, keep_waiting, new_prompt, output_of
@@ -270,6 +270,7 @@ def test_random_traffic_of_large_and_small_adapters_ends_and_leaves_nothing_behi
         max_batch_tokens=rng.choice([8, 16, 32]),
         max_running=rng.choice([2, 8]),
         has_cache=rng.random() < 0.5,
+        captured=CapturedSteps(max_tokens=12, max_scores=200) if seed % 2 else None,
     )
     pages = {name: rng.randint(1, num_pages) for name in "abcdef"}
     asked: list[tuple[Sequence, str, list[int]]] = []

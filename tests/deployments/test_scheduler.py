@@ -1,4 +1,5 @@
 import random
+from typing import Any
 
 import msgspec
 import pytest
@@ -300,6 +301,7 @@ def test_random_traffic_gets_the_oracles_tokens_and_leaves_nothing_behind(seed: 
         max_running=rng.randint(1, 8),
         eos=3,
         weights={adapter: rng.choice([0.1, 1.0, 3.0]) for adapter in ("", "a", "c")},
+        captured=CapturedSteps(max_tokens=12, max_scores=200) if seed % 2 else None,
     )
     sequences: list[Sequence] = []
     for _ in range(60):
@@ -357,6 +359,74 @@ def test_an_adapter_comes_into_the_pool_a_step_before_its_sequences_start_and_no
     assert starting == {loading + 1}
     assert all(step.rows for step in steps[:20])  # those that run go on meanwhile
     assert output(running) == greedy("", [1, 2], 20) and output(first) == greedy("a", [3, 4], 4) and output(second) == greedy("a", [5], 4)
+
+
+@pytest.mark.parametrize(("captured", "is_busy", "num_loads"), [(True, True, [1, 1, 1]), (True, False, [3]), (False, True, [3])])
+def test_beside_others_copies_that_run_beside_the_steps_begin_one_a_step(captured: bool, is_busy: bool, num_loads: list[int]) -> None:
+    server = Server(captured=CapturedSteps(max_tokens=32, max_scores=1000) if captured else None)
+    running = server.add([1, 2], 20) if is_busy else None
+    server.turn()
+    wanted = {name: server.add([3], 4, adapter=name) for name in ("a", "b", "c")}
+    server.run()
+    steps = server.rank.steps
+    assert [len(step.loads) for step in steps if step.loads] == num_loads
+    first = next(number for number, step in enumerate(steps) if step.loads)
+    assert [len(step.loads) for step in steps[first:] if step.loads] == [
+        len(step.admissions) for step in steps[first + 1 :] if step.admissions
+    ]
+    assert {name: output(sequence) for name, sequence in wanted.items()} == {name: greedy(name, [3], 4) for name in wanted}
+    assert running is None or output(running) == greedy("", [1, 2], 20)
+
+
+def test_forty_adapters_that_come_one_by_one_leave_no_slot_empty_meanwhile() -> None:
+    captured = CapturedSteps(max_tokens=512, max_scores=100_000)
+    server = Server(num_blocks=2000, num_pages=64, max_batch_tokens=512, max_running=48, captured=captured)
+    for i in range(48):
+        server.add([i, 1], 400)
+    while not server.rank.steps or len(server.rank.steps[-1].rows) < 48:
+        server.turn()
+    first = len(server.rank.steps)
+    cold = [server.add([3], 100, adapter=f"a{i}") for i in range(40)]
+    while any(sequence.slot is None and not sequence.is_finished for sequence in cold):
+        server.turn()
+    steps = server.rank.steps[first:]
+    assert all(len(step.loads) <= 1 for step in steps) and sum(len(step.loads) for step in steps) == 40
+    assert min(len(step.rows) for step in steps) >= 46
+    assert server.scheduler.num_preemptions <= 40
+    server.run()
+    server.assert_empty()
+
+
+def test_a_step_looks_at_few_of_many_adapters_that_wait_for_their_turn(monkeypatch: pytest.MonkeyPatch) -> None:
+    server = Server(num_blocks=2000, num_pages=600, max_running=600, captured=CapturedSteps(max_tokens=32, max_scores=1000))
+    server.add([1, 2], 50)
+    server.turn()
+    for i in range(500):
+        server.add([3], 4, adapter=f"a{i}")
+    looked_at = 0
+    fits = server.scheduler._fits
+
+    def counted(*args: Any) -> bool:
+        nonlocal looked_at
+        looked_at += 1
+        return fits(*args)
+
+    monkeypatch.setattr(server.scheduler, "_fits", counted)
+    for _ in range(10):
+        server.turn()
+    assert looked_at < 10 * 10
+    server.run()
+    server.assert_empty()
+
+
+def test_a_step_that_is_too_long_to_be_replayed_outlasts_many_copies() -> None:
+    server = Server(captured=CapturedSteps(max_tokens=8, max_scores=1000), num_blocks=200, max_batch_tokens=64)
+    server.add(list(range(500)), 4)
+    server.turn()
+    for name in ("a", "b", "c"):
+        server.add([3], 4, adapter=name)
+    server.run()
+    assert [len(step.loads) for step in server.rank.steps if step.loads] == [3]
 
 
 def test_what_starts_in_the_next_step_finds_its_blocks_though_others_come_in_between() -> None:
