@@ -91,8 +91,8 @@ def read_rank_adapter(folder: Path, spec: AdapterSpec, targets: Mapping[str, Tar
 def _check_finite(
     values: Tensor, views: Mapping[tuple[str, str], Tensor], vectors: Mapping[tuple[str, Vector], Tensor], max_elements: int
 ) -> None:
-    """values: all of the views at once, which is quicker."""
-    are_finite = all(part.isfinite().all() for part in values.split(max(max_elements, 1)))
+    """values: all of the views at once, which is quicker. A sum is finite only if all of its terms are."""
+    are_finite = all(part.sum().isfinite() for part in values.split(max(max_elements, 1)))
     suspects = [*([] if are_finite else views.items()), *vectors.items()]
     for (path, _), tensor in suspects:
         if not tensor.isfinite().all():

@@ -94,10 +94,12 @@ class LoraPool:
         Index in loads -> why it failed, for those that did, the same ones on every rank. What adapters of freed pages have beside
         them is freed too.
         """
-        started = time.perf_counter()
         self.load_time = LoadTime()
         self._forget(freed_pages)
-        reasons = self._load_all(loads) if loads else {}
+        if not loads:
+            return {}
+        started = time.perf_counter()
+        reasons = self._load_all(loads)
         self.load_time.host_seconds = time.perf_counter() - started
         return reasons
 

@@ -40,6 +40,7 @@ class PageWriter:
         ).reshape(-1, 3)
         self._dtypes = {pool.dtype for pool in self._pools.values()}
         self._arrivals: list[Arrival] = []
+        self._written: dict[int, frozenset[Key]] = {}  # page -> pools that have more than zeros there; all where it has never been written
 
     def warm_up(self) -> None:
         """Writes nothing; so the first adapter waits for no compiler."""
@@ -71,6 +72,7 @@ class PageWriter:
             self._stream.wait_event(before)  # steps on their way may still read what was in these pages
             _scatter(values, on_device, most_elements)
             done.record()
+        self._note(page_ids, frozenset(adapter.shapes))
         self._arrivals = [other for other in self._arrivals if not other.done.query()]  # nobody need wait for those
         self._arrivals.append(arrival := Arrival(frozenset(page_ids), begun, done))
         return arrival
@@ -78,14 +80,20 @@ class PageWriter:
     def write_matrices(self, matrices: Mapping[Key, Tensor], page_ids: list[int]) -> None:
         """Those on the device; pages are zero where a pool's matrix is missing, or has no more rows. Done before the next step."""
         self.wait(page_ids)
-        for key, pool in self._pools.items():
-            fill_ranks(pool, matrices.get(key, pool[:0]), page_runs(page_ids))
+        runs, written = page_runs(page_ids), frozenset(matrices)
+        stale = frozenset[Key]().union(*(self._written.get(page, self._pools.keys()) for page in page_ids))
+        for key in (key for key in self._pools if key in written or key in stale):
+            fill_ranks(self._pools[key], matrices.get(key, self._pools[key][:0]), runs)
+        self._note(page_ids, written)
 
     def wait(self, page_ids: Sequence[int]) -> None:
         """What is launched from now on finds these pages as they were written last."""
         for arrival in [arrival for arrival in self._arrivals if not arrival.page_ids.isdisjoint(page_ids)]:
             torch.cuda.current_stream(self._device).wait_event(arrival.done)
             self._arrivals.remove(arrival)
+
+    def _note(self, page_ids: list[int], written: frozenset[Key]) -> None:
+        self._written.update(dict.fromkeys(page_ids, written))
 
     def _pieces(self, shapes: Mapping[Key, tuple[int, int]], page_ids: list[int]) -> tuple[NDArray[np.int64], int]:
         """As kernels/page_scatter.py wants them, and the most elements of one."""

@@ -86,6 +86,14 @@ def test_a_page_forgets_its_former_adapter_wholly(base: Path, adapters: dict[int
     assert_same(conductor.generate(prompt, [1, 0]), oracle_generate(oracle(base, adapters[12]), prompt))
 
 
+def test_only_steps_with_loads_take_time_for_them(base: Path, adapters: dict[int, Path]) -> None:
+    conductor = Conductor(base)
+    conductor.load(adapters[8], [0])
+    assert conductor.result.load_seconds > 0
+    conductor.generate(prompt_of(5), [0])
+    assert conductor.result.load_seconds == 0
+
+
 def test_a_load_that_fails_is_told_and_leaves_empty_pages(base: Path, adapters: dict[int, Path], tmp_path: Path) -> None:
     broken = shutil.copytree(adapters[8], tmp_path / "broken")
     weights = broken / "adapter_model.safetensors"
