@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 
 from benchmarks.cpu import HERE, machine
+from benchmarks.environment import commit
 
 
 def spread(seconds: Sequence[float]) -> dict[str, float]:
@@ -21,6 +22,7 @@ def store(name: str, command: str, times: dict[str, Any]) -> None:
     report = {
         "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
         "command": command,
+        "commit": commit(),
         "machine": machine(),
         "versions": {package: version(package) for package in ("loray", "torch", "ray", "transformers")},
         **times,

@@ -1,14 +1,14 @@
 """Adapters of many kinds through small tiers: from folders, over HTTP and from S3, merged, changed and broken, over real ranks."""
 
 import json
-import os
 import random
 import shutil
 import threading
 import time
 import uuid
 from collections.abc import Callable, Iterator
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import ProcessPoolExecutor, ThreadPoolExecutor
+from multiprocessing import get_context
 from pathlib import Path
 from typing import Any
 
@@ -20,12 +20,26 @@ from moto.server import ThreadedMotoServer
 from loray.models.adapter import CONFIG_FILE, WEIGHTS_FILE
 from tests.deployments.file_server import HubServer
 from tests.e2e.adapter_zoo import random_adapter
+from tests.e2e.bad_adapters import (
+    BAD_FOLDER,
+    NUM_NEW,
+    STREAM_PROMPT,
+    Kind,
+    Wish,
+    ask_all,
+    bad_kinds,
+    bad_times,
+    opened,
+    run_rounds,
+    stream_until,
+    wishes,
+)
 from tests.e2e.conftest import App
 from tests.e2e.file_server import FileServer, serving
 from tests.e2e.moving_adapter import Moving, moving
 from tests.e2e.oracle import Oracle
 from tests.e2e.patience import PATIENCE_S
-from tests.e2e.stored_times import spread, store
+from tests.e2e.stored_times import store
 from tests.models.tiny_llama import save_adapter, save_llama
 
 pytestmark = pytest.mark.slow
@@ -36,6 +50,8 @@ NUM_PAGES, NUM_HOST_PAGES = 20, 40
 RANKS = (4, 8, 12, 20, 32, 64)
 NUM_ADAPTERS = 30
 SOURCES = ["a4", "a8", "a20"]
+GOOD = ["", *SOURCES]
+NUM_POOLED = 40  # threads, or open files, by which a process may have grown: pools fill when more come at once than before
 S3_OPTIONS = {"key": "testing", "secret": "testing"}
 ADMIN = {"Authorization": "Bearer open"}
 SHELF = f"shelf-{uuid.uuid4().hex}"  # a bucket of this run's own: downloads outlive the server
@@ -210,65 +226,56 @@ def test_merged_adapters_are_what_peft_makes_of_them(app: App, tiny_model: Path,
     assert "merged" not in app.post("/generate", body(merged_adapters={**recipe, "ids": ["a8", "nobody"]})).text
 
 
-def bad_adapters(app: App, root: Path, tiny_model: Path, folder: Path, files: FileServer) -> dict[str, str]:
-    """Ids that can't be served, by the reason."""
-    good = root / "a4"
-    (shutil.copytree(good, root / "torn") / WEIGHTS_FILE).write_bytes(b"torn")
-    shutil.copytree(good, root / "pickle", ignore=shutil.ignore_patterns(WEIGHTS_FILE))
-    (root / "pickle" / "adapter_model.bin").write_bytes(b"pickle")
-    other = save_llama(folder / "other", hidden_size=24)
-    save_adapter(other, root / "foreign", r=4)
-    random_adapter(good, root / "huge", 8 * NUM_PAGES + 1, seed=1)
-    shutil.copytree(good, folder / "outside")
-    os.symlink(folder / "outside", root / "link")
-    (shutil.copytree(good, root / "badjson") / CONFIG_FILE).write_text("{")
+@pytest.fixture
+def make_bad(root: Path, files: FileServer, tmp_path: Path) -> Iterator[Callable[[int, int], list[Kind]]]:
+    """Takes how many folders of a kind, and how many ids of one that needs none."""
+    shutil.copytree(root / "a4", tmp_path / "good")
+    save_adapter(save_llama(tmp_path / "other", hidden_size=24), tmp_path / "foreign", r=4)
+    random_adapter(root / "a4", tmp_path / "huge", 8 * NUM_PAGES + 1, seed=1)
+    yield lambda num_folders, num_new: bad_kinds(root, tmp_path, files, num_folders, num_new)
+    for place in (root, files.folder):
+        shutil.rmtree(place / BAD_FOLDER)
+
+
+def held(app: App, cache: Path) -> dict[str, Any]:
+    """All that a request could leave behind, but for what streams change."""
+    changing = ("steps_total", "tokens_total", "seconds_total", "prefix_hit_rate", "kv_blocks_cached")
+    stats, lines = app.wait_until_idle(), app.get("/metrics").text.splitlines()
     return {
-        "missing": "nobody", "torn": "torn", "a pickle": "pickle", "of another base": "foreign", "too large": "huge", "not JSON": "badjson",
-        "a path out of the root": "../adapters/../outside", "a link out of the root": "link", "a folder elsewhere": str(folder / "outside"),
-        "a URL off the list": "http://169.254.169.254/x", "a bucket off the list": "s3://elsewhere/a4",
-        "a URL with ..": f"{files.url}/../etc", "a URL of nothing": f"{files.url}/absent",
-        "an unknown scheme": "ftp://x/y", "no name": "\x00", "a long name": "a" * 5000,
-    }  # fmt: skip
+        "pools and counters": {name: value for name, value in stats.items() if not name.endswith(changing)},
+        "listed": {name: (one["state"], one["num_running"], one["num_failed"]) for name, one in adapters(app).items()},
+        "series": {line.rpartition(" ")[0] for line in lines if line.startswith("loray_adapter")},
+        "on disk": set((cache / "loray" / "adapters").rglob("*")),
+    }
 
 
-def check_bad_requests(app: App, bad: dict[str, str], count: int) -> dict[str, Any]:
-    """Each is answered with a clear error, good requests beside them go on, and everything taken is given back. What it took."""
-    ids = list(bad.values())
-    expected = token_ids(app, "a20", max_new_tokens=64)
-    before = app.wait_until_idle()
-    is_over = threading.Event()
-
-    def good() -> int:
-        count = 0
-        while not is_over.is_set():
-            assert token_ids(app, "a20", max_new_tokens=64) == expected
-            count += 1
-        return count
-
-    with httpx.Client(timeout=PATIENCE_S) as client, ThreadPoolExecutor(16) as clients:
-        goods = [clients.submit(good) for _ in range(8)]
-        try:
-            answers = list(clients.map(lambda i: client.post(app.url + "/generate", json=body(ids[i % len(ids)])), range(count)))
-        finally:
-            is_over.set()
-        num_good = [call.result() for call in goods]
-        assert all(num_good)
-    for answer in answers:
-        assert 400 <= answer.status_code < 500 and len(answer.json()["error"]) > 20, answer.text
-    after = app.wait_until_idle()
-    names = ["adapter_pages_used", "adapter_host_bytes_used", "adapters_in_host", "kv_blocks_used", "adapter_references", "running"]
-    names += ["waiting"]
-    assert {name: after[name] for name in names} == {name: before[name] for name in names}
-    assert not set(ids) & {name for name, one in adapters(app).items() if one["num_running"] or one["gpu_bytes"] or one["host_bytes"]}
-    seconds = [answer.elapsed.total_seconds() for answer in answers]
-    by_reason = {reason: spread(seconds[i :: len(bad)]) for i, reason in enumerate(bad)}
-    return {"good_answers_beside_them": sum(num_good), "all": spread(seconds), **by_reason}
+def check_bad_requests(
+    app: App, oracle: Oracle, cache: Path, kinds: list[Kind], rounds: list[list[Wish]], num_alone: int
+) -> dict[str, Any]:
+    """Each is answered with a clear error, streams beside them stay right, and everything taken is given back. What it took."""
+    with ProcessPoolExecutor(1, mp_context=get_context("spawn")) as process:
+        process.submit(ask_all, app.url, wishes(kinds, 2 * len(kinds))).result()  # what is made once is made now
+        stream_until(app.url, GOOD, lambda num_ended: num_ended > 0)
+        before, were_open, stats = held(app, cache), opened(app.name), app.ask_driver("stats")
+        traffic = run_rounds(app.url, GOOD, rounds, num_alone, process)
+    for one in traffic.answers:
+        assert one.status in (422, 424) and one.wish.says in one.text, one
+    prompt_ids, streams = oracle.tokenizer(STREAM_PROMPT)["input_ids"], traffic.alone + traffic.beside
+    for adapter_id, token_ids in {(one.adapter_id, one.token_ids) for one in streams}:
+        oracle.assert_greedy(adapter_id, prompt_ids, list(token_ids))
+    assert held(app, cache) == before
+    for name, num_each in (("prompt_tokens_total", len(prompt_ids)), ("generated_tokens_total", NUM_NEW)):
+        assert app.ask_driver("stats")[name] - stats[name] == num_each * len(streams), f"what was refused is among the {name}"
+    are_open = opened(app.name)
+    assert are_open.keys() == were_open.keys() and all(are_open[name] < were_open[name] + NUM_POOLED for name in are_open), are_open
+    return {**bad_times(traffic), "opened": {"before": were_open, "after": are_open}}
 
 
 def test_bad_adapters_are_refused_and_leave_nothing_behind(
-    app: App, root: Path, tiny_model: Path, tmp_path: Path, files: FileServer
+    app: App, oracle: Oracle, own_cache: Path, make_bad: Callable[[int, int], list[Kind]]
 ) -> None:
-    check_bad_requests(app, bad_adapters(app, root, tiny_model, tmp_path, files), 160)
+    kinds = make_bad(6, 6)
+    check_bad_requests(app, oracle, own_cache, kinds, [wishes(kinds, 6 * len(kinds))], num_alone=8)
 
 
 @pytest.mark.parametrize("route", ["/generate", "/generate_stream", "/embed"])
@@ -325,12 +332,11 @@ def test_each_answer_is_of_one_version_while_the_adapter_changes_twenty_times(ap
 
 
 @pytest.mark.soak
-def test_ten_thousand_bad_requests(app: App, root: Path, tiny_model: Path, tmp_path: Path, files: FileServer) -> None:
+def test_ten_thousand_bad_requests(app: App, oracle: Oracle, own_cache: Path, make_bad: Callable[[int, int], list[Kind]]) -> None:
     """The only one that leaves its times behind, in benchmarks/results/: how long the slowest of so many took depends on the machine."""
-    for folder in ("torn", "pickle", "foreign", "huge", "badjson"):
-        shutil.rmtree(root / folder, ignore_errors=True)
-    (root / "link").unlink(missing_ok=True)
-    times = check_bad_requests(app, bad_adapters(app, root, tiny_model, tmp_path, files), 10_000)
+    kinds = make_bad(100, 500)
+    wanted = wishes(kinds, 10_000)
+    times = check_bad_requests(app, oracle, own_cache, kinds, [wanted[i : i + 1000] for i in range(0, len(wanted), 1000)], num_alone=320)
     store("bad_adapters", "python -m pytest -m soak --timeout=0 tests/e2e/test_adapters.py -k ten_thousand", times)
 
 
