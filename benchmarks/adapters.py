@@ -19,6 +19,7 @@ import torch
 from benchmarks import adapters_download, adapters_fair, adapters_zipf
 from benchmarks.adapters_server import Served, cluster
 from benchmarks.cpu import machine
+from benchmarks.environment import commit
 from loray.models.checkpoint import resolve_model
 
 HERE = Path(__file__).parent
@@ -45,9 +46,11 @@ def parse() -> argparse.Namespace:
     parser.add_argument(
         "--check-s", type=float, default=120, help="zipf: seconds for asking PEFT whether tokens are right; needs --dtype float32"
     )
-    parser.add_argument("--period", type=float, default=2.0, help="fair: seconds between two requests of a calm adapter")
+    parser.add_argument(
+        "--period", type=float, help="fair: seconds between two requests of a calm adapter; by default what the machine bears"
+    )
     parser.add_argument("--max-running", type=int, default=16, help="fair: the server's scheduler.max_running")
-    parser.add_argument("--max-batch-tokens", type=int, default=256, help="fair: the server's scheduler.max_batch_tokens")
+    parser.add_argument("--max-batch-tokens", type=int, default=64, help="fair: the server's scheduler.max_batch_tokens")
     parser.add_argument("--max-waiting", type=int, default=64, help="fair: the server's adapters.max_waiting")
     parser.add_argument("--out", type=Path, default=RESULTS)
     options = parser.parse_args()
@@ -70,8 +73,8 @@ def run_part(part: str, served: Served, url: str, root: Path, options: argparse.
         return report, adapters_download.ratios(report)
     args = adapters_fair.FairArgs(
         period_s=options.period,
-        calm_s=6 if is_quick else 40,
-        equal_s=6 if is_quick else 60,
+        rounds=2 if is_quick else 12,
+        equal_answers=10 if is_quick else 300,
         max_running=options.max_running,
         max_batch_tokens=options.max_batch_tokens,
         max_waiting=options.max_waiting,
@@ -103,6 +106,7 @@ def main() -> None:
     report = {
         "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
         "command": shlex.join(["python", "-m", "benchmarks.adapters", *sys.argv[1:]]),
+        "commit": commit(),
         "machine": machine(),
         "versions": {name: version(name) for name in ("loray", "torch", "ray", "transformers")},
         "model": served.model.name,

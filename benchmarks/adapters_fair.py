@@ -18,13 +18,14 @@ NUM_PROMPT, NUM_NEW = 64, 16
 FLOOD_TIMES = 100  # the flood's requests for each one of a calm adapter
 CLIENTS_EACH = 2  # with equal demand
 FLOOD_READY_S = 60.0
+CALM_SHARE = 1 / 3  # of the machine's time that the calm ones take together, if they are answered one by one
 
 
 @dataclass(frozen=True)
 class FairArgs:
-    period_s: float  # between two requests of a calm adapter
-    calm_s: float
-    equal_s: float
+    period_s: float | None  # between two requests of a calm adapter; None: as CALM_SHARE says
+    rounds: int  # requests of each calm adapter
+    equal_answers: int  # equal demand lasts as long as these take one by one; batched there are more
     max_running: int
     max_batch_tokens: int
     max_waiting: int  # of one adapter
@@ -48,38 +49,43 @@ class FairBench:
         adapters = {"local_roots": [self._root], "max_waiting": args.max_waiting}
         with serving(self._served, scheduler=scheduler, adapters=adapters):
             report: dict[str, Any] = measured(self._url, self._measure)
-        return {"prompt_tokens": NUM_PROMPT, "new_tokens": NUM_NEW, "period_s": args.period_s, "scheduler": scheduler, **report}
+        return {"prompt_tokens": NUM_PROMPT, "new_tokens": NUM_NEW, "scheduler": scheduler, **report}
 
     async def _measure(self, client: Client) -> dict[str, Any]:
         await client.closed_loop([self._wish(name) for name in (*self._calm, "flood") * 2], 2)
-        alone = await self._calm_traffic(client)
+        started = time.perf_counter()
+        await client.closed_loop([self._wish(name) for name in self._calm], 1)
+        one_s = (time.perf_counter() - started) / NUM_CALM
+        period_s = self._args.period_s or NUM_CALM * one_s / CALM_SHARE
+        print(f"  a request takes {one_s:.2f} s by itself; each calm adapter has one every {period_s:.1f} s", flush=True)
+        alone = await self._calm_traffic(client, period_s)
         await client.wait_until_idle()
-        flooded = await self._flooded(client)
+        flooded = await self._flooded(client, period_s)
         await client.wait_until_idle()
-        return {"alone": alone, "flooded": flooded, "equal": await self._equal(client)}
+        equal = await self._equal(client, self._args.equal_answers * one_s)
+        return {"request_s": round(one_s, 3), "period_s": round(period_s, 2), "alone": alone, "flooded": flooded, "equal": equal}
 
     def _wish(self, name: str) -> Wish:
         return Wish(next(self._numbers), name, NUM_PROMPT, NUM_NEW)
 
-    async def _calm_traffic(self, client: Client) -> dict[str, Any]:
+    async def _calm_traffic(self, client: Client, period_s: float) -> dict[str, Any]:
         """Sent on time, answered or not; the adapters' turns are spread and a little uneven, the same each time."""
         answers: list[Answer] = []
         rng = random.Random(0)
-        period = self._args.period_s
 
         async def ask(name: str, at: float) -> None:
             await asyncio.sleep(at)
             await client.send(self._wish(name), answers)
 
-        rounds = range(max(1, round(self._args.calm_s / period)))
-        times = [(name, (turn + i / NUM_CALM + rng.uniform(0, 0.1)) * period) for turn in rounds for i, name in enumerate(self._calm)]
+        turns = [(turn, i, name) for turn in range(self._args.rounds) for i, name in enumerate(self._calm)]
+        times = [(name, (turn + i / NUM_CALM + rng.uniform(0, 0.1)) * period_s) for turn, i, name in turns]
         await asyncio.gather(*(ask(*one) for one in times))
         return {**outcomes(answers), **first_tokens(answers)}
 
-    async def _flooded(self, client: Client) -> dict[str, Any]:
+    async def _flooded(self, client: Client, period_s: float) -> dict[str, Any]:
         """So many clients that the queue is always full and those turned away, who come back when told to, make up the flood."""
         args = self._args
-        num_turned_away = round(FLOOD_TIMES / args.period_s)
+        num_turned_away = round(FLOOD_TIMES / period_s)
         answers: list[Answer] = []
         is_full = asyncio.Event()
 
@@ -95,7 +101,7 @@ class FairBench:
         tasks = [asyncio.create_task(flood()) for _ in range(args.max_running + args.max_waiting + num_turned_away)]
         await asyncio.wait_for(is_full.wait(), FLOOD_READY_S)
         num_before, started = len(answers), time.perf_counter()
-        calm = await self._calm_traffic(client)
+        calm = await self._calm_traffic(client, period_s)
         num_sent, seconds = len(answers) - num_before, time.perf_counter() - started
         assert not any(task.done() for task in tasks), "every client of the flood goes on"
         for task in tasks:
@@ -105,13 +111,13 @@ class FairBench:
         return {
             **calm,
             "flood_requests_per_s": round(num_sent / seconds, 1),
-            "flood_times": round(num_sent / seconds * args.period_s, 1),
+            "flood_times": round(num_sent / seconds * period_s, 1),
             "flood_answered": sum(answer.is_ok for answer in measured_answers),
             "flood_turned_away": sum(answer.status == TOO_MANY for answer in measured_answers),
             "flood_clients": len(tasks),
         }
 
-    async def _equal(self, client: Client) -> dict[str, Any]:
+    async def _equal(self, client: Client, seconds: float) -> dict[str, Any]:
         answers: list[Answer] = []
 
         async def ask_on(name: str) -> None:
@@ -121,9 +127,9 @@ class FairBench:
 
         names = [*self._calm, "flood"]
         tasks = [asyncio.create_task(ask_on(name)) for name in names for _ in range(CLIENTS_EACH)]
-        await asyncio.sleep(0.1 * self._args.equal_s)
+        await asyncio.sleep(0.1 * seconds)
         started = time.perf_counter()
-        await asyncio.sleep(self._args.equal_s)
+        await asyncio.sleep(seconds)
         ended = time.perf_counter()
         assert not any(task.done() for task in tasks), "every client goes on"
         for task in tasks:

@@ -17,18 +17,20 @@ def environment(command: str, *others: str) -> dict[str, Any]:
     return {
         "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
         "command": command,
-        "commit": _commit(),
+        "commit": commit(),
         "gpu": torch.cuda.get_device_name(),
         "versions": {name: found for name in (*PACKAGES, *others) if (found := _version(name))},
     }
 
 
-def _commit() -> str:
-    """Of what runs; COMMIT tells where there is no checkout."""
+def commit() -> str:
+    """Of what runs; COMMIT tells where there is no checkout, or that of something else."""
+    if told := os.environ.get("COMMIT", ""):
+        return told
     found = subprocess.run(
         ["git", "describe", "--always", "--dirty"], capture_output=True, text=True, check=False, cwd=Path(__file__).parent
     )
-    return found.stdout.strip() or os.environ.get("COMMIT", "")
+    return found.stdout.strip()
 
 
 def _version(name: str) -> str:
