@@ -46,9 +46,11 @@ def parse() -> argparse.Namespace:
     parser.add_argument(
         "--check-s", type=float, default=120, help="zipf: seconds for asking PEFT whether tokens are right; needs --dtype float32"
     )
+    parser.add_argument("--prompt-tokens", type=int, default=256, help="fair: of every request")
     parser.add_argument(
         "--period", type=float, help="fair: seconds between two requests of a calm adapter; by default what the machine bears"
     )
+    parser.add_argument("--rounds", type=int, default=6, help="fair: requests of each calm adapter, alone and beside the flood")
     parser.add_argument("--max-running", type=int, default=16, help="fair: the server's scheduler.max_running")
     parser.add_argument("--max-batch-tokens", type=int, default=64, help="fair: the server's scheduler.max_batch_tokens")
     parser.add_argument("--max-waiting", type=int, default=64, help="fair: the server's adapters.max_waiting")
@@ -72,9 +74,10 @@ def run_part(part: str, served: Served, url: str, root: Path, options: argparse.
         report = adapters_download.DownloadBench(served, url, root, slow_s=5 if is_quick else 30).run()
         return report, adapters_download.ratios(report)
     args = adapters_fair.FairArgs(
+        prompt_tokens=options.prompt_tokens,
         period_s=options.period,
-        rounds=2 if is_quick else 12,
-        equal_answers=10 if is_quick else 300,
+        rounds=2 if is_quick else options.rounds,
+        equal_answers=10 if is_quick else 150,
         max_running=options.max_running,
         max_batch_tokens=options.max_batch_tokens,
         max_waiting=options.max_waiting,

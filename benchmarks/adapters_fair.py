@@ -14,7 +14,7 @@ from benchmarks.adapters_traffic import TOO_MANY, Answer, Client, Wish, first_to
 from benchmarks.adapters_zoo import Zoo
 
 NUM_CALM, RANK = 9, 16
-NUM_PROMPT, NUM_NEW = 64, 16
+NUM_NEW = 16
 FLOOD_TIMES = 100  # the flood's requests for each one of a calm adapter
 CLIENTS_EACH = 2  # with equal demand
 FLOOD_READY_S = 60.0
@@ -23,6 +23,7 @@ CALM_SHARE = 1 / 3  # of the machine's time that the calm ones take together, if
 
 @dataclass(frozen=True)
 class FairArgs:
+    prompt_tokens: int  # of every request
     period_s: float | None  # between two requests of a calm adapter; None: as CALM_SHARE says
     rounds: int  # requests of each calm adapter
     equal_answers: int  # equal demand lasts as long as these take one by one; batched there are more
@@ -49,7 +50,7 @@ class FairBench:
         adapters = {"local_roots": [self._root], "max_waiting": args.max_waiting}
         with serving(self._served, scheduler=scheduler, adapters=adapters):
             report: dict[str, Any] = measured(self._url, self._measure)
-        return {"prompt_tokens": NUM_PROMPT, "new_tokens": NUM_NEW, "scheduler": scheduler, **report}
+        return {"prompt_tokens": args.prompt_tokens, "new_tokens": NUM_NEW, "scheduler": scheduler, **report}
 
     async def _measure(self, client: Client) -> dict[str, Any]:
         await client.closed_loop([self._wish(name) for name in (*self._calm, "flood") * 2], 2)
@@ -66,7 +67,7 @@ class FairBench:
         return {"request_s": round(one_s, 3), "period_s": round(period_s, 2), "alone": alone, "flooded": flooded, "equal": equal}
 
     def _wish(self, name: str) -> Wish:
-        return Wish(next(self._numbers), name, NUM_PROMPT, NUM_NEW)
+        return Wish(next(self._numbers), name, self._args.prompt_tokens, NUM_NEW)
 
     async def _calm_traffic(self, client: Client, period_s: float) -> dict[str, Any]:
         """Sent on time, answered or not; the adapters' turns are spread and a little uneven, the same each time."""

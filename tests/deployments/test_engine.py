@@ -15,7 +15,7 @@ from loray.deployments.errors import AdapterFailed
 from loray.deployments.plan import Plan
 from loray.deployments.request import GenerationRequest, TokenEvent
 from loray.deployments.sequence import Ending
-from loray.deployments.step_pace import WAIT_S, StepPace
+from loray.deployments.step_pace import SHARE, StepPace
 from loray.models.step import Pooling, Sampling
 from tests.deployments.rank_in_process import BLOCK, HOST_BYTES, NUM_BLOCKS, NUM_PAGES, RankInProcess, start_engine
 from tests.deployments.simulated_rank import embedding, greedy
@@ -600,4 +600,4 @@ def test_how_long_a_step_with_prompts_took_is_remembered(client: Client, steps: 
     time.sleep(0.1)
     steps.gate.set()
     client.finish("slow")
-    assert client.engine._pace.wait_s(Plan(rows={object(): object()}, num_tokens=3)) == WAIT_S  # type: ignore[dict-item]
+    assert client.engine._pace.wait_s(Plan(rows={object(): object()}, num_tokens=3)) >= 0.1 * SHARE  # type: ignore[dict-item]
