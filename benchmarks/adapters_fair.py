@@ -1,6 +1,7 @@
 """Nine adapters with little traffic, alone and beside one that floods; then ten that all want as much as they can get."""
 
 import asyncio
+import math
 import random
 import time
 from collections.abc import Iterator
@@ -18,12 +19,13 @@ NUM_NEW = 16
 FLOOD_TIMES = 100  # the flood's requests for each one of a calm adapter
 CLIENTS_EACH = 2  # with equal demand
 FLOOD_READY_S = 60.0
+FLOOD_PAUSE_S = 0.02  # between two of its clients that come
 CALM_SHARE = 1 / 3  # of the machine's time that the calm ones take together, if they are answered one by one
 
 
 @dataclass(frozen=True)
 class FairArgs:
-    prompt_tokens: int  # of every request
+    prompt_tokens: int  # of a request: with equal demand of each, else in the mean, from half of it to one and a half
     period_s: float | None  # between two requests of a calm adapter; None: as CALM_SHARE says
     rounds: int  # requests of each calm adapter
     equal_answers: int  # equal demand lasts as long as these take one by one; batched there are more
@@ -66,41 +68,48 @@ class FairBench:
         equal = await self._equal(client, self._args.equal_answers * one_s)
         return {"request_s": round(one_s, 3), "period_s": round(period_s, 2), "alone": alone, "flooded": flooded, "equal": equal}
 
-    def _wish(self, name: str) -> Wish:
-        return Wish(next(self._numbers), name, self._args.prompt_tokens, NUM_NEW)
+    def _wish(self, name: str, rng: random.Random | None = None) -> Wish:
+        """rng: chooses how long its prompt is."""
+        mean = self._args.prompt_tokens
+        return Wish(next(self._numbers), name, rng.randint(mean // 2, mean + mean // 2) if rng else mean, NUM_NEW)
 
     async def _calm_traffic(self, client: Client, period_s: float) -> dict[str, Any]:
-        """Sent on time, answered or not; the adapters' turns are spread and a little uneven, the same each time."""
+        """Sent on time, answered or not; the adapters' turns are spread and a little uneven, they and the prompts' lengths the same each
+        time."""
         answers: list[Answer] = []
         rng = random.Random(0)
 
-        async def ask(name: str, at: float) -> None:
+        async def ask(wish: Wish, at: float) -> None:
             await asyncio.sleep(at)
-            await client.send(self._wish(name), answers)
+            await client.send(wish, answers)
 
         turns = [(turn, i, name) for turn in range(self._args.rounds) for i, name in enumerate(self._calm)]
-        times = [(name, (turn + i / NUM_CALM + rng.uniform(0, 0.1)) * period_s) for turn, i, name in turns]
+        times = [(self._wish(name, rng), (turn + i / NUM_CALM + rng.uniform(0, 0.1)) * period_s) for turn, i, name in turns]
         await asyncio.gather(*(ask(*one) for one in times))
         return {**outcomes(answers), **first_tokens(answers)}
 
     async def _flooded(self, client: Client, period_s: float) -> dict[str, Any]:
         """So many clients that the queue is always full and those turned away, who come back when told to, make up the flood."""
-        args = self._args
-        num_turned_away = round(FLOOD_TIMES / period_s)
+        num_turned_away = math.ceil(1.2 * FLOOD_TIMES / period_s)  # a little more than a second passes until they come again
         answers: list[Answer] = []
+        rng = random.Random(1)
         is_full = asyncio.Event()
 
         async def flood() -> None:
             while True:
-                answer = await client.send(self._wish("flood"), answers)
+                answer = await client.send(self._wish("flood", rng), answers)
                 if answer.status == TOO_MANY:
                     is_full.set()
                     await asyncio.sleep(answer.retry_after)
                 else:
                     assert answer.is_ok, answer.error
 
-        tasks = [asyncio.create_task(flood()) for _ in range(args.max_running + args.max_waiting + num_turned_away)]
-        await asyncio.wait_for(is_full.wait(), FLOOD_READY_S)
+        tasks: list[asyncio.Task[None]] = []
+        async with asyncio.timeout(FLOOD_READY_S):
+            while not is_full.is_set():
+                tasks.append(asyncio.create_task(flood()))
+                await asyncio.sleep(FLOOD_PAUSE_S)
+        tasks += [asyncio.create_task(flood()) for _ in range(num_turned_away)]
         num_before, started = len(answers), time.perf_counter()
         calm = await self._calm_traffic(client, period_s)
         num_sent, seconds = len(answers) - num_before, time.perf_counter() - started

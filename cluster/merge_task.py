@@ -12,21 +12,21 @@ Shapes = dict[str, tuple[int, int]]  # of the base model's linears: module path 
 
 
 def merge_elsewhere(folders: Sequence[Path], weights: Sequence[float], method: dict[str, Any], shapes: Shapes, out: Path) -> None:
-    """Returns when `out` is written; raises AdapterError. Runs on the caller's node: a driver's tasks stay in its placement group.
+    """Returns when `out` is written; raises AdapterError, and FilesChanged where a folder's files were replaced meanwhile.
 
-    method: the fields of a MergeMethod."""
+    Runs on the caller's node: a driver's tasks stay in its placement group. method: the fields of a MergeMethod."""
     task = ray.remote(_merge).options(num_cpus=0, max_retries=0)
-    reason = ray.get(task.remote([str(folder) for folder in folders], list(weights), method, shapes, str(out)))
-    if reason:
-        raise AdapterError(reason)
+    error = ray.get(task.remote([str(folder) for folder in folders], list(weights), method, shapes, str(out)))
+    if error:
+        raise error
 
 
-def _merge(folders: list[str], weights: list[float], method: dict[str, Any], shapes: Shapes, out: str) -> str:
-    """Why it failed, or nothing."""
+def _merge(folders: list[str], weights: list[float], method: dict[str, Any], shapes: Shapes, out: str) -> AdapterError | None:
+    """Why it failed."""
     from loray.models.merging import MergeMethod, merge_adapters
 
     try:
         merge_adapters([Path(folder) for folder in folders], weights, MergeMethod(**method), shapes, Path(out))
     except AdapterError as error:
-        return str(error)
-    return ""
+        return error
+    return None

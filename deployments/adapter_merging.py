@@ -11,9 +11,10 @@ from loray.deployments.adapter_files import AdapterFiles
 from loray.deployments.adapter_sources import FILES, Place
 from loray.deployments.adapters import Adapter
 from loray.deployments.disk_cache import DiskCache, Entry
-from loray.deployments.errors import AdapterFailed
+from loray.deployments.errors import AdapterChanged, AdapterFailed
 from loray.deployments.request import AdapterRef, MergeRecipe
 from loray.models.adapter import AdapterError, Shapes
+from loray.models.adapter_config import FilesChanged
 
 MERGE_BYTES = 1 << 20  # room for a merge's names and ranks, beyond its values
 
@@ -29,7 +30,9 @@ def merge_place(ref: AdapterRef, parts: Sequence[Adapter]) -> Place:
 
 
 def merge_into(cache: DiskCache, files: AdapterFiles, ref: AdapterRef, parts: Sequence[Adapter], merge: Merge, shapes: Shapes) -> Adapter:
-    """For who is the only one of the place's key. Raises AdapterFailed and DiskFull. ref: without a token; merge: raises AdapterError."""
+    """For who is the only one of the place's key. Raises AdapterFailed, AdapterChanged and DiskFull.
+
+    ref: without a token; merge: raises AdapterError."""
     place, recipe, folders = merge_place(ref, parts), _recipe(ref), [Path(part.path) for part in parts]
     if recipe.strategy == "linear":  # the others are of no higher rank than their parts
         files.check_sum(place.address, folders)
@@ -37,11 +40,13 @@ def merge_into(cache: DiskCache, files: AdapterFiles, ref: AdapterRef, parts: Se
     with cache.staging(place.key, 2 * num_bytes + MERGE_BYTES) as folder:  # halves become float32
         try:
             merge(folders, recipe.weights, _method(recipe), shapes, folder / "merged")
+        except FilesChanged as error:
+            raise AdapterChanged(f"adapter {place.address!r}: {error}") from error
         except AdapterError as error:
             raise AdapterFailed(f"adapter {place.address!r}: {error}") from error
         for part in parts:
             if files.check(part.adapter_id, Path(part.path)).signature != part.signature:
-                raise AdapterFailed(f"adapter {place.address!r}: {part.adapter_id!r} has changed while it was merged; try again")
+                raise AdapterChanged(f"adapter {place.address!r}: {part.adapter_id!r} has changed while it was merged")
         version = files.check(place.address, folder / "merged").version
         is_private = any(part.is_private for part in parts)
         path = cache.publish(place.key, folder / "merged", Entry("", version, "", is_private, ref))

@@ -18,6 +18,7 @@ MAX_LABELS = 100  # adapters with series of their own: thousands of ids would be
 OTHER = "other"
 PRIVATE = "private"  # who may read metrics need not know their names
 MERGED = "merged"  # made up by requests
+SHARED_LABELS = {OTHER, PRIVATE, MERGED}  # an adapter of such a name is one of the others
 BUCKETS = (0.05, 0.1, 0.25, 0.5, 1, 2.5, 10)  # seconds
 
 
@@ -86,7 +87,7 @@ class AdapterMetrics:
             return PRIVATE
         if request.adapter.merge:
             return MERGED
-        if has_worked and len(self._labels) < MAX_LABELS:
+        if has_worked and len(self._labels) < MAX_LABELS and name not in SHARED_LABELS:
             self._labels.setdefault(name, set())
         return name if name in self._labels else OTHER
 

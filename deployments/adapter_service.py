@@ -65,7 +65,7 @@ class AdapterService:
         """The adapter as it is to be served now. Raises a LorayError."""
         self._num_searches += 1
         number = self._num_searches
-        adapter = await self._finder.find(ref)
+        adapter = await self._finder.find(msgspec.structs.replace(self._key(ref), api_token=ref.api_token))
         use = self._use(ref)
         if number < use.found:  # a later search was quicker, and knows better what is the newest
             return adapter
@@ -106,6 +106,9 @@ class AdapterService:
         def ended(error: str) -> None:
             use.num_failed += error not in ("", ABORTED)
             use.num_served += not error
+            record = self._wishes.of(use)
+            if not error and not adapter.unrenewed and not (record and record.is_pinned):  # a pin is tried again
+                use.error = ""
 
         try:
             with self._folders.needed(adapter):

@@ -111,9 +111,9 @@ def place_of(ref: AdapterRef, default_source: str) -> Place:
 
 
 def named(ref: AdapterRef, default_source: str) -> AdapterRef:
-    """The reference without its token, and with its source and a folder's name written in one way only. Raises InvalidRequest."""
+    """The reference without its token, and with its source and the name of a folder or URL written in one way. Raises InvalidRequest."""
     place = place_of(ref, default_source)
-    name = place.address if place.source == "local" else ref.adapter_id
+    name = ref.adapter_id if place.source == "hub" else place.address
     return AdapterRef(adapter_id=name, source=place.source, revision=ref.revision)
 
 

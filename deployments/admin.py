@@ -85,7 +85,7 @@ class AdapterAdmin:
         )
         if current.is_merge and action in ("pin", "reload"):
             raise InvalidRequest(f"{adapter_id!r} is a merge, made by requests; {action} the adapters that it is made of")
-        ref = AdapterRef(adapter_id=adapter_id, source=current.source, revision=current.revision)
+        ref = AdapterRef(adapter_id=current.adapter_id, source=current.source, revision=current.revision)
         change = AdapterChange(action=action, ref=ref)
         if action in ("pin", "reload"):
             return await self._load(change)
@@ -135,7 +135,11 @@ class AdapterAdmin:
         return versions
 
     async def _versions(self, adapter_id: str) -> list[AdapterStatus]:
-        return [status for status in await self._service.adapter_statuses() if status.adapter_id == adapter_id]
+        """However it is written, as a folder's name or a URL may be."""
+        names = {adapter_id}
+        with contextlib.suppress(InvalidRequest):
+            names.add(named(AdapterRef(adapter_id=adapter_id), self._service.args.adapters.default_source).adapter_id)
+        return [status for status in await self._service.adapter_statuses() if status.adapter_id in names]
 
 
 def _is_of(ref: AdapterRef, status: AdapterStatus) -> bool:

@@ -216,7 +216,7 @@ class DiskCache:
 
     def _full(self, num_bytes: int, num_held: int, num_coming: int) -> DiskFull:
         if num_bytes > self._max_bytes:
-            return DiskFull(f"{num_bytes} bytes on disk are more than adapters.disk_bytes ({self._max_bytes})")
+            return DiskFull(f"it may take {num_bytes} bytes on disk, more than adapters.disk_bytes ({self._max_bytes})")
         return DiskFull(
             f"there is no room for {num_bytes} bytes on disk now: of adapters.disk_bytes ({self._max_bytes}) adapters in use take "
             f"{num_held} and downloads under way {num_coming}"

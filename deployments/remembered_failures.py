@@ -3,7 +3,7 @@
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-from loray.deployments.errors import LorayError, SourceFailed
+from loray.deployments.errors import AdapterChanged, LorayError, SourceFailed
 from loray.deployments.expiring import Expiring
 
 Asker = tuple[str, bytes]  # key of a place, salted hash of a token
@@ -22,10 +22,12 @@ class RememberedFailures:
 
     @contextmanager
     def of(self, asker: Asker) -> Iterator[None]:
-        """Raises what this asker was told before, or remembers what is raised inside."""
+        """Raises what this asker was told before, or remembers what is raised inside, if it may be so once more."""
         self._raise(asker)
         try:
             yield
+        except AdapterChanged:
+            raise
         except LorayError as error:
             self._failures.put(asker, (type(error), error.message))
             raise

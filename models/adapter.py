@@ -87,7 +87,8 @@ def read_adapter(folder: Path, lora_shapes: Shapes) -> AdapterSpec:
         loras = {path: reader.module(path, tensors) for path, tensors in modules.items() if _has_lora(tensors)}
         biases = {path: reader.bias(path, tensors) for path, tensors in modules.items() if BIASES & tensors.keys()}
         tokens = {path: reader.tokens(path, tensors) for path, tensors in modules.items() if "trained tokens" in tensors}
-        config.check_has_tokens([path for path in lora_shapes if not _is_linear(path)], len(tokens))
+        reader.check_has_tokens(tokens)
+        _check_is_whole(config, loras, lora_shapes)
         copies = {path: reader.copy(path, tensors) for path, tensors in modules.items() if "weight under LoRA" in tensors}
         beyond_pages = {path for path in loras if not _is_linear(path)}
         if tokens and beyond_pages:
@@ -102,12 +103,7 @@ def read_adapter(folder: Path, lora_shapes: Shapes) -> AdapterSpec:
 def rank_in_config(folder: Path, lora_shapes: Shapes) -> int:
     """As `read_adapter` would find it, from the config alone: what is refused for that need not be fetched whole. Raises AdapterError."""
     config = _read_config(folder, lora_shapes)
-    model = next(iter(lora_shapes), "").partition(".")[0]
-    names: Names = {}
-    for path in lora_shapes:
-        for name in (path, path.removeprefix(f"{model}.")):  # of the whole model, of the bare one
-            if path not in names and config.is_targeted(name, _is_linear(path)):
-                names[path] = name
+    names = _targeted(config, lora_shapes)
     config.check_has_targets(names)
     return max((config.rank(name) for path, name in names.items() if _is_linear(path)), default=1)
 
@@ -130,12 +126,32 @@ def signature(folder: Path) -> str:
 
 def _read_config(folder: Path, lora_shapes: Shapes) -> AdapterConfig:
     config = AdapterConfig(folder / CONFIG_FILE)
-    if config.use_dora and not any(_is_embedding(path) for path in lora_shapes):
-        raise AdapterError("use_dora: DoRA is not supported on a model that transformers runs")
-    for path in lora_shapes:
-        if not _is_linear(path):
-            _check_token_ids(config.token_ids(path), _vocab_size(path, lora_shapes))
+    if not any(_is_embedding(path) for path in lora_shapes):
+        if config.use_dora:
+            raise AdapterError("use_dora: DoRA is not supported on a model that transformers runs")
+        if config.has_trained_tokens:
+            raise AdapterError("trainable_token_indices: trained tokens are not supported on a model that transformers runs")
+    embeddings = [path for path in lora_shapes if not _is_linear(path)]
+    for path in embeddings:
+        _check_token_ids(config.token_ids(path, _is_embedding(path)), _vocab_size(path, lora_shapes))
+    config.check_names_embeddings(embeddings)
     return config
+
+
+def _targeted(config: AdapterConfig, lora_shapes: Shapes) -> Names:
+    """Everything that the config asks LoRA for, whether or not there are tensors."""
+    model = next(iter(lora_shapes), "").partition(".")[0]
+    names: Names = {}
+    for path in lora_shapes:
+        for name in (path, path.removeprefix(f"{model}.")):  # of the whole model, of the bare one
+            if path not in names and config.is_targeted(name, _is_linear(path)):
+                names[path] = name
+    return names
+
+
+def _check_is_whole(config: AdapterConfig, loras: dict[str, AdapterModule], lora_shapes: Shapes) -> None:
+    if config.fills_at_random and (missing := _targeted(config, lora_shapes).keys() - loras.keys()):
+        raise AdapterError(f"{min(missing)} has no tensors, though the config targets it: PEFT would fill them at random")
 
 
 def _check_token_ids(token_ids: tuple[int, ...], vocab_size: int) -> None:
@@ -198,7 +214,13 @@ def _targeted_name(tensor: str, module: str, path: str, config: AdapterConfig) -
     for name in (module.removeprefix("base_model.model."), path):
         if config.is_targeted(name, _is_linear(path)):
             return name
+    if config.ensure_weight_tying and not _is_linear(path):
+        raise _tied(path)
     raise AdapterError(f"tensor {tensor}: the config does not target {path}, so PEFT would not read it")
+
+
+def _tied(path: str) -> AdapterError:
+    return AdapterError(f"ensure_weight_tying is set: LoRA on {path} shared with what is tied to it is not supported")
 
 
 def _kind(name: str) -> tuple[str, str, str]:
@@ -259,12 +281,22 @@ class _Reader:
         return tensors[kind]
 
     def tokens(self, path: str, tensors: Tensors) -> TrainedTokens:
-        name, token_ids = tensors["trained tokens"], self._config.token_ids(path)
+        name, token_ids = tensors["trained tokens"], self._config.token_ids(path, _is_embedding(path))
         if _is_linear(path):
             raise AdapterError(f"tensor {name}: {path} has no tokens")
+        if not token_ids:
+            raise AdapterError(f"tensor {name}: trainable_token_indices names no tokens of {path}, so PEFT would not read it")
         hidden_size = self._lora_shapes[path][1 if _is_embedding(path) else 0]
         self._check_shape(name, (len(token_ids), hidden_size))
         return TrainedTokens(name, token_ids)
+
+    def check_has_tokens(self, trained: dict[str, TrainedTokens]) -> None:
+        """Of modules that are tied and have the same tokens, PEFT saves one."""
+        saved = {tokens.token_ids for tokens in trained.values()}
+        for path in self._lora_shapes:
+            token_ids = () if _is_linear(path) else self._config.token_ids(path, _is_embedding(path))
+            if token_ids and token_ids not in saved:
+                raise AdapterError(f"trainable_token_indices names tokens of {path}, but they are not among the tensors")
 
     def copy(self, path: str, tensors: Tensors) -> str:
         name, (inputs, outputs) = tensors["weight under LoRA"], self._lora_shapes[path]
@@ -288,7 +320,7 @@ class _Reader:
         if "bias of lora_B" in tensors and not self._config.lora_bias:
             raise AdapterError(f"tensor {tensors['bias of lora_B']}: lora_bias is not set, so PEFT would not read it")
         if self._config.ensure_weight_tying and not _is_linear(path):
-            raise AdapterError(f"ensure_weight_tying is set: LoRA on {path} shared with what is tied to it is not supported")
+            raise _tied(path)
 
     def _check_shape(self, name: str, wanted: tuple[int, ...], is_embedding: bool = False) -> None:
         """is_embedding: one of its sizes is the vocabulary's."""

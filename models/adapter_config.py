@@ -29,6 +29,7 @@ REFUSED_FIELDS = {  # field -> what it is; any value but null, false or empty is
 }
 FLAGS = ("use_dora", "use_rslora", "lora_bias", "ensure_weight_tying")
 PLAIN_INITS = {"gaussian", "eva", "orthogonal"}  # leave the base model's weights alone; pissa, olora, corda and loftq do not
+RANDOM_INITS = (False, "orthogonal")  # with the others B is zero
 ANY_LAYER = re.compile(r".*?\.[^.]*\.(?P<idx>\d+)\.")
 
 _shortened = Repr()
@@ -93,28 +94,37 @@ class AdapterConfig:
         targets = self._fields["target_modules"]
         return isinstance(targets, str) or name in targets or self._is_in_layers(name)
 
+    @property
+    def fills_at_random(self) -> bool:
+        """Whether PEFT gives modules that it targets, and that have no tensors, numbers that change the model's."""
+        return self._fields.get("init_lora_weights", True) in RANDOM_INITS
+
     def check_has_targets(self, names: Collection[str]) -> None:
         """names: of the base model's modules that it targets. Trained tokens and biases need none."""
         if not names and self._fields.get("bias", "none") == "none" and not self._fields.get("trainable_token_indices"):
             targets = shown(self._fields["target_modules"])
             raise AdapterError(f"target_modules is {targets}: the base model has no such module that can carry LoRA")
 
-    def token_ids(self, path: str) -> tuple[int, ...]:
-        """Tokens whose embeddings were trained, of the embedding or head at this path."""
+    def token_ids(self, path: str, is_embedding: bool) -> tuple[int, ...]:
+        """Tokens whose embeddings were trained, of the embedding or head at this path. A list without a name means the embedding."""
         indices = self._fields.get("trainable_token_indices") or []
         if isinstance(indices, dict):
             indices = next((ids for key, ids in indices.items() if f".{path}".endswith(f".{key}")), [])
+        elif not is_embedding:
+            indices = []
         return tuple(indices)
 
-    def check_has_tokens(self, paths: Collection[str], num_trained: int) -> None:
-        """paths: of the embedding and the head; num_trained: of these have trained tokens among the tensors."""
+    @property
+    def has_trained_tokens(self) -> bool:
         indices = self._fields.get("trainable_token_indices") or []
-        lists = indices if isinstance(indices, dict) else {"": indices}
-        for key in lists:
-            if key and not any(f".{path}".endswith(f".{key}") for path in paths):
+        return any(indices.values()) if isinstance(indices, dict) else bool(indices)
+
+    def check_names_embeddings(self, paths: Collection[str]) -> None:
+        """paths: of the embedding and the head."""
+        indices = self._fields.get("trainable_token_indices")
+        for key in indices if isinstance(indices, dict) else ():
+            if not any(f".{path}".endswith(f".{key}") for path in paths):
                 raise AdapterError(f"trainable_token_indices names {shown(key)}, which is no embedding of the base model")
-        if any(lists.values()) and not num_trained:
-            raise AdapterError("trainable_token_indices is set, but there are no trained tokens among the tensors")
 
     def _check(self) -> None:
         fields = self._fields
@@ -139,6 +149,7 @@ class AdapterConfig:
             if not _is_number(fields.get(field)):
                 raise AdapterError(f"{field} is {shown(fields.get(field))}, not a number")
         _check_names(fields)
+        _check_together(fields)
         _check_token_ids(fields.get("trainable_token_indices"))
 
     def _compile(self, field: str, pattern: str, before: str = "", after: str = "", is_full: bool = False) -> Pattern:
@@ -184,7 +195,7 @@ def check_config_size(num_bytes: int) -> None:
 def _read(file: Path) -> dict[str, Any]:
     try:
         if not file.is_file():
-            raise AdapterError(f"{CONFIG_FILE} is missing")
+            raise AdapterError(f"{CONFIG_FILE} is missing, or no file")
         check_config_size(file.stat().st_size)
         config = json.loads(file.read_bytes())
     except OSError as error:
@@ -219,6 +230,19 @@ def _check_names(fields: dict[str, Any]) -> None:
     layers = fields.get("layers_to_transform")
     if layers is not None and not all(type(layer) is int for layer in (layers if isinstance(layers, list) else [layers])):
         raise AdapterError(f"layers_to_transform is {shown(layers)}, neither a whole number nor a list of them")
+
+
+def _check_together(fields: dict[str, Any]) -> None:
+    """What PEFT itself refuses."""
+    layers, pattern, has_bias = fields.get("layers_to_transform"), fields.get("layers_pattern"), fields.get("lora_bias")
+    if isinstance(fields["target_modules"], str) and (layers is not None or pattern is not None):
+        raise AdapterError("PEFT refuses layers_to_transform and layers_pattern where target_modules is a string")
+    if pattern and layers is None:
+        raise AdapterError("PEFT refuses layers_pattern without layers_to_transform")
+    if has_bias and fields.get("use_dora"):
+        raise AdapterError("PEFT refuses lora_bias together with use_dora")
+    if has_bias and isinstance(init := fields.get("init_lora_weights"), str):
+        raise AdapterError(f"PEFT refuses lora_bias where init_lora_weights is {shown(init)}")
 
 
 def _check_token_ids(indices: Any) -> None:

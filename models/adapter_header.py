@@ -33,7 +33,7 @@ def read_places(folder: Path) -> dict[str, TensorPlace]:
                 "adapter_model.bin is a pickle, which can run code and is never loaded; convert it where you trust it: "
                 "safetensors.torch.save_file(torch.load('adapter_model.bin', weights_only=True), 'adapter_model.safetensors')"
             )
-        raise AdapterError(f"{WEIGHTS_FILE} is missing")
+        raise AdapterError(f"{WEIGHTS_FILE} is missing, or no file")
     header, file_size, data_size = _read(file)
     for name, entry in header.items():
         _check_entry(name, entry, data_size)

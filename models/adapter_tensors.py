@@ -79,7 +79,7 @@ def read_rank_adapter(folder: Path, spec: AdapterSpec, targets: Mapping[str, Tar
         for path, name in spec.copies.items():
             _check_copy(tensors[name], name, targets[path].layer)
         vectors = dict(_vectors(tensors, spec, targets))
-        _check_finite(values, views, vectors, max_elements)
+        _check_finite(values, views, vectors, spec, max_elements)
         squares = dict(_squares(spec, views, targets))
     except (OSError, KeyError, RuntimeError, ValueError) as error:  # also: another file than the one just checked
         raise AdapterError(f"adapter {folder.name!r}: {WEIGHTS_FILE} cannot be read: {error}") from error
@@ -89,14 +89,29 @@ def read_rank_adapter(folder: Path, spec: AdapterSpec, targets: Mapping[str, Tar
 
 
 def _check_finite(
-    values: Tensor, views: Mapping[tuple[str, str], Tensor], vectors: Mapping[tuple[str, Vector], Tensor], max_elements: int
+    values: Tensor,
+    views: Mapping[tuple[str, str], Tensor],
+    vectors: Mapping[tuple[str, Vector], Tensor],
+    spec: AdapterSpec,
+    max_elements: int,
 ) -> None:
     """values: all of the views at once, which is quicker. A sum is finite only if all of its terms are."""
     are_finite = all(part.sum().isfinite() for part in values.split(max(max_elements, 1)))
     suspects = [*([] if are_finite else views.items()), *vectors.items()]
-    for (path, _), tensor in suspects:
+    for key, tensor in suspects:
         if not tensor.isfinite().all():
-            raise AdapterError(f"{path} has numbers that are not finite")
+            dtype = str(tensor.dtype).removeprefix("torch.")
+            raise AdapterError(f"tensor {_tensor_names(spec)[key]} has numbers that are not finite, or too large for {dtype}")
+
+
+def _tensor_names(spec: AdapterSpec) -> dict[tuple[str, str], str]:
+    """In the file, by what they are here."""
+    names = {(path, "bias"): name for path, name in spec.biases.items()}
+    names |= {(path, "rows"): tokens.name for path, tokens in spec.tokens.items()}
+    for path, module in spec.modules.items():
+        names |= {(path, "a"): module.a_name, (path, "b"): module.b_name}
+        names |= {(path, "magnitude"): module.magnitude_name, (path, "bias of B"): module.b_bias_name}
+    return names
 
 
 def _shapes(spec: AdapterSpec, targets: Mapping[str, Target]) -> Iterator[tuple[tuple[str, str], tuple[int, int]]]:

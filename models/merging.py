@@ -20,7 +20,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from loray.models.adapter import AdapterError, AdapterSpec, read_adapter, signature
-from loray.models.adapter_config import CONFIG_FILE
+from loray.models.adapter_config import CONFIG_FILE, FilesChanged
 from loray.models.adapter_header import WEIGHTS_FILE
 from loray.models.bounded_patterns import MAX_PATTERN_LEN
 
@@ -91,7 +91,7 @@ def _open(folder: Path, weight: float, lora_shapes: dict[str, tuple[int, int]], 
     except (SafetensorError, OSError) as error:
         raise AdapterError(f"adapter {folder.name!r}: {WEIGHTS_FILE} cannot be read: {error}") from error
     if signature(folder) != before:
-        raise AdapterError(f"adapter {folder.name!r}: its files changed while they were read")
+        raise FilesChanged(f"adapter {folder.name!r}: its files changed while they were read")
     plain = {name for module in spec.modules.values() for name in (module.a_name, module.b_name) if "lora_embedding_" not in name}
     if others := sorted(set(file.keys()) - plain):
         known = ((name, kind) for part, kind in TENSOR_KINDS.items() for name in others if part in name)

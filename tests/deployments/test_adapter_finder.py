@@ -104,6 +104,18 @@ def test_what_is_to_be_asked_for_anew_takes_no_thread_of_those_for_what_is_here(
     run(work())
 
 
+def test_what_is_private_takes_no_thread_of_those_for_what_is_here(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its source is asked who may read it, which may take long."""
+
+    async def work() -> None:
+        await world.finder.find(world.ref)
+        monkeypatch.setattr(world.store, "is_private", lambda ref: True)
+        world.finder._readers.shutdown()
+        assert (await world.finder.find(world.ref)).is_private
+
+    run(work())
+
+
 def test_a_folder_that_takes_long_to_read_leaves_threads_to_the_others(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     roots = [tmp_path / "root"]
     save_folder(roots[0] / "slow", rank=4)

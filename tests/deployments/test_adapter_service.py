@@ -167,6 +167,20 @@ def test_load_is_through_when_the_ranks_have_it_and_says_why_when_it_fails(
     assert "rank pages" in known["huge"].error
 
 
+def test_an_error_of_a_load_is_told_until_the_adapter_serves(service: AdapterService, steps: RankInProcess, root: Path) -> None:
+    async def work() -> None:
+        steps.lost_paths = {str(root / "small")}
+        with pytest.raises(AdapterFailed, match="torn"):
+            await service.load(ref("small"))
+        adapter = await service.find(ref("small"))
+        for error, told in (("AdapterFailed", True), ("", False)):
+            with service.counted(ref("small"), adapter) as note:
+                note(error)
+            assert bool((await statuses(service))["small"].error) == told
+
+    run(work())
+
+
 def test_another_version_takes_the_place_of_the_old_one(service: AdapterService, engine: Engine, root: Path) -> None:
     async def work() -> None:
         await service.load(ref("small"))
@@ -213,7 +227,7 @@ def test_a_failed_load_that_is_taken_back_leaves_nothing_in_the_list(service: Ad
     async def work() -> None:
         admin = ReplicaAdmin(service)
         await service.load(ref("small"))
-        for adapter_id, source in (("small", "s3"), ("nobody", "local")):  # the one is also by a right source, the other nowhere
+        for adapter_id, source in (("s3://small", "s3"), ("nobody", "local")):  # the one is also by a right source, the other nowhere
             changed = await admin.change("load", AdapterRef(adapter_id=adapter_id, source=source), is_pinned)
             while any(status.state == "loading" for status in await service.statuses()):
                 await asyncio.sleep(0.01)

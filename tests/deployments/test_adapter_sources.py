@@ -2,7 +2,7 @@ import re
 
 import pytest
 
-from loray.deployments.adapter_sources import Place, normal_url, place_of
+from loray.deployments.adapter_sources import Place, named, normal_url, place_of
 from loray.deployments.errors import InvalidRequest
 from loray.deployments.request import AdapterRef
 
@@ -51,6 +51,11 @@ def test_a_revision_stands_in_the_id_or_beside_it() -> None:
 def test_a_url_that_could_be_read_in_two_ways_is_refused(adapter_id: str) -> None:
     with pytest.raises(InvalidRequest):
         place(adapter_id)
+
+
+@pytest.mark.parametrize("adapter_id", ["http://Host:80/a/b", "http://HOST:80/a/b/", "http://host:80/a/b"])
+def test_a_url_has_one_name_however_it_is_written(adapter_id: str) -> None:
+    assert named(AdapterRef(adapter_id=adapter_id, api_token="t"), "local") == AdapterRef(adapter_id="http://host:80/a/b", source="http")
 
 
 def test_a_password_in_a_url_is_not_repeated() -> None:

@@ -15,8 +15,9 @@ from loray.deployments.adapter_room import ANY_ROOM, AdapterRoom
 from loray.deployments.adapter_sources import Offer
 from loray.deployments.adapter_store import AdapterStore
 from loray.deployments.config import AdapterArgs
-from loray.deployments.errors import AdapterFailed, AdapterNotFound, InvalidRequest, SourceFailed
+from loray.deployments.errors import AdapterChanged, AdapterFailed, AdapterNotFound, InvalidRequest, SourceFailed
 from loray.deployments.request import AdapterRef, MergeRecipe
+from loray.models.adapter_config import FilesChanged
 from tests.deployments.file_server import FileServer, Handler, Hold, HubServer
 from tests.deployments.merging_here import merge_ref, merging
 from tests.deployments.peft_folder import SHAPES, save_folder
@@ -410,7 +411,7 @@ def test_a_merge_that_can_never_fit_on_disk_says_so(world: World) -> None:
     store = world.store(disk_bytes=500_000)
     store.merge = merging([])
     half = merge_ref("half", "part", weights=(0.5,))
-    with pytest.raises(AdapterFailed, match=r"half.* bytes on disk are more than adapters.disk_bytes \(500000\)$"):
+    with pytest.raises(AdapterFailed, match=r"half.* bytes on disk, more than adapters.disk_bytes \(500000\)$"):
         store.merged(half, [store.find(part)])
 
 
@@ -680,9 +681,27 @@ def test_a_merge_of_files_that_change_meanwhile_is_not_kept(world: World) -> Non
 
     store.merge = merge_late
     part = store.find(AdapterRef(adapter_id="part"))
-    with pytest.raises(AdapterFailed, match="'part' has changed while it was merged"):
-        store.merged(merge_ref("half a part", "part", weights=(0.5,)), [part])
+    half = merge_ref("half a part", "part", weights=(0.5,))
+    with pytest.raises(AdapterChanged, match="'part' has changed while it was merged"):
+        store.merged(half, [part])
     assert not list((world.folder / "cache").glob("merge-*"))
+    store.merge = merging([])
+    assert store.merged(half, [store.find(AdapterRef(adapter_id="part"))]).path
+
+
+def test_a_merge_of_files_that_change_while_they_are_opened_is_made_when_it_is_asked_for_again(world: World) -> None:
+    def open_torn(*args: Any) -> None:
+        raise FilesChanged("adapter 'part': its files changed while they were read")
+
+    store, target = world.store(), world.folder / "local" / "part"
+    save_folder(target, 4, seed=5)
+    part, half = store.find(AdapterRef(adapter_id="part")), merge_ref("half a part", "part", weights=(0.5,))
+    store.merge = open_torn
+    for _ in range(2):
+        with pytest.raises(AdapterChanged, match="changed while they were read"):
+            store.merged(half, [part])
+    store.merge = merging([])
+    assert store.merged(half, [part]).path
 
 
 def test_a_merge_that_fails_says_so_and_leaves_nothing(world: World) -> None:
@@ -711,7 +730,7 @@ def test_a_merge_has_room_on_disk_for_its_values_in_float32(world: World) -> Non
         store.merge = merging([])
         part = store.find(AdapterRef(adapter_id="part"))
         if disk_bytes < enough:
-            with pytest.raises(AdapterFailed, match=f"{enough} bytes on disk are more than"):
+            with pytest.raises(AdapterFailed, match=f"{enough} bytes on disk, more than"):
                 store.merged(half, [part])
         else:
             assert store.merged(half, [part]).num_pages == 1

@@ -163,6 +163,14 @@ def test_an_adapter_nobody_knows_is_not_found(service: Service, backend: Scripte
 # --- changes
 
 
+def test_an_adapter_is_found_however_its_url_is_written(service: Service, backend: ScriptedBackend) -> None:
+    name = "http://host/mine"
+    backend.statuses = {"replica": [status_of(name, "gpu")]}
+    assert ids(call(service, "GET", "/http://HOST/mine/")) == [name]
+    call(service, "DELETE", "/http://Host/mine")
+    assert backend.changes[-1].ref.adapter_id == name
+
+
 def test_an_adapter_that_was_loaded_and_evicted_again_counts_as_loaded(service: Service, backend: ScriptedBackend) -> None:
     backend.statuses["one"].append(status_of("x", "gpu"))
     backend.loads = {"x": [status_of("x", state) for state in ("loading", "known", "known")]}

@@ -149,6 +149,20 @@ def test_all_ways_to_write_an_adapters_name_are_one_label() -> None:
     assert value(text, 'loray_adapter_requests_total{adapter="pirate",outcome="eos_token"}') == 3
 
 
+@pytest.mark.parametrize("name", ["other", "private", "merged"])
+def test_an_adapter_that_is_called_like_a_shared_label_is_one_of_the_others(name: str) -> None:
+    backend = saying(" world")
+    service = service_of(backend)
+    backend.statuses = {"replica": [status_of(name, "gpu")]}
+    for _ in range(2):
+        generate(service, name)
+        send(service, "GET", "/metrics")
+    backend.statuses = {"replica": []}
+    for _ in range(3):
+        text = send(service, "GET", "/metrics").text
+    assert value(text, 'loray_adapter_requests_total{adapter="other",outcome="eos_token"}') == 2
+
+
 def test_merges_share_a_label_whatever_they_are_called() -> None:
     service = service_of(saying(" world"))
     merge = {"ids": ["a", "b"], "weights": [1, 1]}

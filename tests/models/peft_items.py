@@ -132,6 +132,7 @@ def _randomize(name: str, parameter: Tensor) -> None:
         parameter.add_(torch.randn_like(parameter) * 0.3)
 
 
+TRAINED_TOKENS = "token_adapter.trainable_tokens_delta"
 Change = Callable[[Path, Names], None]  # of a good adapter's folder
 
 
@@ -152,9 +153,23 @@ def tensors_with(edit: Callable[[dict[str, Tensor], Names], Any]) -> Change:
     return change
 
 
-def _train_no_token(tensors: dict[str, Tensor]) -> None:
-    name = next(name for name in tensors if name.endswith("lora_embedding_B"))  # [hidden_size, rank]
-    tensors[name.replace("lora_embedding_B", "token_adapter.trainable_tokens_delta")] = torch.zeros(0, len(tensors[name]))
+def _train_tokens_too(folder: Path, names: Names) -> None:
+    def edit(tensors: dict[str, Tensor], names: Names) -> None:
+        name = next(name for name in tensors if name.endswith("lora_embedding_B"))  # [hidden_size, rank]
+        tensors[name.replace("lora_embedding_B", TRAINED_TOKENS)] = torch.zeros(2, len(tensors[name]))
+
+    config_with(trainable_token_indices=[1, 2])(folder, names)
+    tensors_with(edit)(folder, names)
+
+
+def _without(part: str) -> Change:
+    """Of the tensors' names."""
+
+    def edit(tensors: dict[str, Tensor], names: Names) -> None:
+        for name in [name for name in tensors if part in name]:
+            del tensors[name]
+
+    return tensors_with(edit)
 
 
 def _grow(tensors: dict[str, Tensor], ending: str, dim: int) -> None:
@@ -234,7 +249,17 @@ REFUSALS: dict[str, Refusal] = {
     "trainable_token_indices without their tensor": Refusal(
         _plain,
         config_with(trainable_token_indices=[0]),
-        "trainable_token_indices is set, but there are no trained tokens among the tensors",
+        "trainable_token_indices names tokens of …, but they are not among the tensors",
+    ),
+    "trainable_token_indices of the head without their tensor": Refusal(
+        lambda names: {**_plain(names), "trainable_token_indices": {names.embedding: [5, 9], "lm_head": [3]}},
+        _without(f"lm_head.{TRAINED_TOKENS}"),
+        "trainable_token_indices names tokens of lm_head, but they are not among the tensors",
+    ),
+    "trained tokens of the head beside indices of the embedding": Refusal(
+        _tokens,
+        _add(f"lm_head.{TRAINED_TOKENS}", 2, 36),
+        f"tensor base_model.model.lm_head.{TRAINED_TOKENS}: trainable_token_indices names no tokens of lm_head, so PEFT would not read it",
     ),
     "another base model's head beside LoRA on it": Refusal(
         _head,
@@ -243,7 +268,7 @@ REFUSALS: dict[str, Refusal] = {
     ),
     "trainable_token_indices with LoRA on the embedding": Refusal(
         _embedding,
-        tensors_with(lambda tensors, names: _train_no_token(tensors)),
+        _train_tokens_too,
         "trainable_token_indices together with LoRA on the embedding or the head is not supported",
     ),
     "ensure_weight_tying": Refusal(
@@ -262,6 +287,25 @@ REFUSALS: dict[str, Refusal] = {
         _plain,
         config_with(init_lora_weights="pissa"),
         "init_lora_weights is 'pissa': it changes the base model's weights; save the adapter as plain LoRA first",
+    ),
+    "init_lora_weights, false, and a layer without tensors": Refusal(
+        lambda names: {**_plain(names), "init_lora_weights": False},
+        _without(".0."),
+        "… has no tensors, though the config targets it: PEFT would fill them at random",
+    ),
+    "layers_to_transform with a regular expression": Refusal(
+        _plain,
+        config_with(target_modules=".*", layers_to_transform=[0]),
+        "PEFT refuses layers_to_transform and layers_pattern where target_modules is a string",
+    ),
+    "layers_pattern alone": Refusal(
+        _plain, config_with(layers_pattern="layers"), "PEFT refuses layers_pattern without layers_to_transform"
+    ),
+    "lora_bias with use_dora": Refusal(_plain, config_with(lora_bias=True, use_dora=True), "PEFT refuses lora_bias together with use_dora"),
+    "lora_bias with init_lora_weights that draw B": Refusal(
+        _plain,
+        config_with(lora_bias=True, init_lora_weights="orthogonal"),
+        "PEFT refuses lora_bias where init_lora_weights is 'orthogonal'",
     ),
     "target_parameters": Refusal(
         _plain, config_with(target_parameters=["w"]), f"target_parameters is ['w']: LoRA on bare parameters {NOT_SUPPORTED}"

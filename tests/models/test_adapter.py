@@ -85,7 +85,7 @@ REFUSALS: dict[str, tuple[Callable[[Path], Any], list[str]]] = {
         change_tensors(
             lambda t: t.update({"base_model.model.model.embed_tokens.token_adapter.trainable_tokens_delta": torch.zeros(1, 48)})
         ),
-        ["embed_tokens.token_adapter", "(0, 48)"],
+        ["embed_tokens.token_adapter", "names no tokens"],
     ),
     "excluded_modules": (change_config(exclude_modules=r".*q_proj"), ["q_proj", "does not target"]),
     "other_layers": (change_config(layers_to_transform=[1, 2]), ["layers.0", "does not target"]),

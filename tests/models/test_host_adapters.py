@@ -11,12 +11,13 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from loray.models.adapter import AdapterError, read_adapter, signature
-from loray.models.adapter_tensors import MAX_ELEMENTS_AT_ONCE, RankAdapter, Target, read_rank_adapter
+from loray.models.adapter_tensors import MAX_ELEMENTS_AT_ONCE, RankAdapter, Target, _check_copy, read_rank_adapter
 from loray.models.host_adapters import HostAdapters
 from loray.models.linear import Linear, row_linear
 from loray.models.parallel import Parallel
 from loray.models.shards import Shard
 from loray.models.step import AdapterLoad, Step
+from loray.models.vocabulary import Embedding
 from tests.models.conductor import Conductor, prompt_of
 from tests.models.tiny_llama import save_adapter
 
@@ -179,13 +180,25 @@ def test_matrices_larger_than_one_step_are_read_whole(tmp_path: Path) -> None:
     assert found["x.lin", "a"].equal(a[:, 100:1400]) and found["x.lin", "b"].equal(b.T * 0.5)
 
 
+@pytest.mark.parametrize("row", [0, 1000, 1999])
+def test_every_row_of_a_copy_must_be_the_base_models_own(row: int) -> None:
+    embedding = Embedding(2000, 36, Parallel())
+    torch.nn.init.normal_(embedding.weight)
+    assert embedding.weight.numel() > 2 * MAX_ELEMENTS_AT_ONCE
+    copy = embedding.weight.detach().clone()
+    _check_copy(copy, "x", embedding)
+    copy[row] *= 1.03
+    with pytest.raises(AdapterError, match="tensor x is not the base model's own"):
+        _check_copy(copy, "x", embedding)
+
+
 @pytest.mark.parametrize("value", [float("nan"), float("inf")])
 @pytest.mark.parametrize("name", ["lora_B.weight", "lora_B.bias"])
 def test_numbers_that_are_not_finite_are_refused_by_name(tmp_path: Path, name: str, value: float) -> None:
     tensors = {"lora_A.weight": torch.randn(4, 6), "lora_B.weight": torch.randn(5, 4), "lora_B.bias": torch.randn(5)}
     tensors[name].view(-1)[1] = value
     save_linear(tmp_path, tensors, lora_alpha=4, lora_bias=True)
-    with pytest.raises(AdapterError, match=r"x\.lin has numbers that are not finite"):
+    with pytest.raises(AdapterError, match=rf"tensor x\.lin\.{name} has numbers that are not finite, or too large for float32"):
         read_rank_adapter(tmp_path, read_adapter(tmp_path, {"x.lin": (6, 5)}), linear_target(6, 5, Shard(0, 6)), is_pinned=False)
 
 

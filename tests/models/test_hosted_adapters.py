@@ -24,7 +24,7 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "DoRA": ({"use_dora": True}, "use_dora: DoRA is not supported on a model that transformers runs"),
     "embedding": ({"target_modules": ["word_embeddings"]}, "word_embeddings.*LoRA on the embedding or the head is not supported for it"),
     "head": ({"target_modules": ["lm_head"]}, "lm_head.*LoRA on the embedding or the head is not supported for it"),
-    "tokens": ({"trainable_token_indices": [3]}, "word_embeddings.*LoRA on the embedding or the head is not supported for it"),
+    "tokens": ({"trainable_token_indices": [3]}, "trained tokens are not supported on a model that transformers runs"),
     "norms": ({"bias": "all", "target_modules": ["dense"]}, "trained biases of other modules than linears are not supported"),
 }
 
