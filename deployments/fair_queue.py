@@ -22,6 +22,7 @@ from loray.deployments.fair_lines import Account, Lane, Line
 from loray.deployments.sequence import Sequence
 
 MAX_DEBTS = 10_000
+MOST_AHEAD = 2048  # tokens of the prompt of an adapter that has just come that go ahead of the others'
 NUM_DEBTS_LOOKED_AT = 8  # whenever an adapter's last request ends
 
 
@@ -67,6 +68,12 @@ class FairQueue:
         """Tokens that its adapter was served, for its weight."""
         return self._account_of(sequence).served
 
+    def turn_of_prompt(self, sequence: Sequence) -> tuple[bool, float]:
+        """The least comes first, begun or not: those of adapters that have just come, then the others, each by what was served.
+
+        One that has just come would have its turn anyway; those who are always here had better wait for its prompt than halve its pace."""
+        return not sequence.is_first or sequence.num_computed >= MOST_AHEAD, self.served(sequence)
+
     def charge(self, sequence: Sequence, num_tokens: int) -> None:
         account = self._account_of(sequence)
         account.served += num_tokens / account.weight
@@ -86,7 +93,9 @@ class FairQueue:
         name = account_name(sequence.adapter)
         if name not in self._accounts:
             floor = self._floor()
-            self._open(sequence.adapter, max(self._debts.get(name, floor), floor - self._max_credit))
+            served = max(self._debts.get(name, floor), floor - self._max_credit)
+            self._open(sequence.adapter, served)
+            sequence.is_first = served <= floor
         self._insert(sequence)
 
     def set_apart(self, adapter: Adapter, is_apart: bool, num_running: int) -> None:

@@ -105,13 +105,14 @@ class Scheduler:
     def _plan_prompts(self, plan: Plan) -> None:
         """The rest of the budget goes to prompts, begun or waiting, least served first."""
         prefills = self._prefills()
-        prefills.sort(key=lambda sequence: (self.waiting.served(sequence), sequence.arrival), reverse=True)  # the next is the last
+        turn_of = self.waiting.turn_of_prompt
+        prefills.sort(key=lambda sequence: (turn_of(sequence), sequence.arrival), reverse=True)  # the next is the last
         heads = self._admissible()
         head = next(heads, None)
         blocked: Sequence | None = None
         kept: list[int] = []  # blocks for each that starts in the next step
         while plan.num_tokens < self._max_batch_tokens and (prefills or head):
-            if not head or (prefills and self.waiting.served(prefills[-1]) <= self.waiting.served(head)):
+            if not head or (prefills and turn_of(prefills[-1]) <= turn_of(head)):
                 if self._outgrows(plan, prefills[-1]):
                     return
                 self._grow(plan, prefills.pop())

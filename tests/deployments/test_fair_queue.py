@@ -6,6 +6,7 @@ import pytest
 
 from loray.deployments import fair_queue
 from loray.deployments.adapters import Adapter
+from loray.deployments.fair_queue import MOST_AHEAD
 from tests.deployments.named_queue import NamedQueue
 
 
@@ -81,6 +82,18 @@ def test_an_adapter_that_comes_back_starts_where_it_was_but_with_little_credit(m
     queue.forget(gone)
     assert queue.served(queue.arrive("back", "a")) == served, "b and c began with the 1 of a"
     assert queue.served(queue.arrive("new", "d")) == min(71, served)
+
+
+def test_the_prompt_of_one_that_has_just_come_goes_first_but_not_for_ever() -> None:
+    queue = NamedQueue()
+    busy, owing = queue.start(queue.arrive("busy", "busy"), 100), queue.start(queue.arrive("owing", "owing"), 500)
+    queue.forget(owing)
+    back, new, second = queue.arrive("back", "owing"), queue.arrive("new", "new"), queue.arrive("second", "busy")
+    busy.is_first = False  # it has had its first answer long since
+    assert sorted([second, back, busy, new], key=queue.turn_of_prompt) == [new, second, busy, back]
+    queue.start(new, MOST_AHEAD)
+    for new.num_computed, is_first in ((MOST_AHEAD - 1, True), (MOST_AHEAD, False)):
+        assert (queue.turn_of_prompt(new) < queue.turn_of_prompt(busy)) == is_first
 
 
 @pytest.mark.parametrize("page_ids", [[], [1]], ids=["outside the pool", "in the pool"])

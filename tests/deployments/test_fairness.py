@@ -45,6 +45,23 @@ def test_a_flood_by_one_adapter_at_most_doubles_the_others_time_to_the_first_tok
     assert p99_steps_to_first_token(flood) <= 2 * p99_steps_to_first_token(None)
 
 
+@pytest.mark.parametrize("flood", [Shape(8, 200), Shape(200, 4), Shape(60, 60), Shape(500, 1)], ids=str)
+def test_a_prompt_of_several_steps_takes_hardly_more_of_them_beside_a_flood(flood: Shape) -> None:
+    """Of an adapter that asks now and then: it takes turns with the flood no more than decodes and the step that runs make it."""
+    rng, server = random.Random(0), Server(num_blocks=2000, max_batch_tokens=48, max_running=8)
+    delays: list[int] = []
+    for step in range(3000):
+        keep_waiting(server, rng, FLOOD, 8, flood)
+        if step % 100 == 99:
+            calm, came = server.add(new_prompt(rng, 288), 4, "calm"), step
+        server.turn()
+        if step >= 99 and calm.num_output and len(delays) < (came + 1) // 100:
+            delays.append(step - came + 1)
+    num_decodes = 7  # of the flood, at most, in each step
+    alone, most = 288 / 48 + 2, 288 / (48 - num_decodes) + 4
+    assert max(delays) <= most < 2 * alone, delays
+
+
 def test_equal_demand_is_served_equally_whatever_its_shape() -> None:
     shapes = {"a": Shape(40, 4), "b": Shape(4, 40), "c": Shape(20, 20), "": Shape(10, 10)}
     server, rng = Server(num_blocks=400, max_batch_tokens=48, max_running=16), random.Random(0)
