@@ -77,7 +77,7 @@ def run_part(part: str, served: Served, url: str, root: Path, options: argparse.
         prompt_tokens=options.prompt_tokens,
         period_s=options.period,
         rounds=2 if is_quick else options.rounds,
-        equal_answers=10 if is_quick else 150,
+        equal_answers=10 if is_quick else 240,
         max_running=options.max_running,
         max_batch_tokens=options.max_batch_tokens,
         max_waiting=options.max_waiting,
