@@ -4,7 +4,7 @@ import os
 from collections.abc import Iterable
 from contextlib import suppress
 
-from loray.deployments.adapter_sources import place_of
+from loray.deployments.adapter_sources import URL_SCHEMES, place_of
 from loray.deployments.config import AdapterArgs
 from loray.deployments.errors import InvalidRequest
 from loray.deployments.request import AdapterRef
@@ -25,8 +25,9 @@ def account_weights(args: AdapterArgs) -> dict[str, float]:
     weights = dict(args.weights)
     for name, weight in args.weights.items():
         if name:
-            with suppress(InvalidRequest):  # as an id of the default source; it may be one of another
-                weights.setdefault(place_of(AdapterRef(adapter_id=name), args.default_source).address, weight)
+            for source in ("", *URL_SCHEMES):  # an id of the default source, or of one that requests name
+                with suppress(InvalidRequest):
+                    weights.setdefault(place_of(AdapterRef(adapter_id=name, source=source), args.default_source).address, weight)
             for root in args.local_roots:
                 with suppress(OSError, ValueError):  # a name that no file system can hold
                     weights.setdefault(os.path.realpath(root / name), weight)

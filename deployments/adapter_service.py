@@ -100,14 +100,14 @@ class AdapterService:
     @contextmanager
     def counted(self, ref: AdapterRef, adapter: Adapter) -> Iterator[Callable[[str], None]]:
         """Around one request of an adapter that was found; what it yields is told how the request ended."""
-        use = self._use(ref)
+        use, began = self._use(ref), time.monotonic()
         use.num_running += 1
 
         def ended(error: str) -> None:
             use.num_failed += error not in ("", ABORTED)
             use.num_served += not error
             record = self._wishes.of(use)
-            if not error and not adapter.unrenewed and not (record and record.is_pinned):  # a pin is tried again
+            if not error and began > use.failed_at and not adapter.unrenewed and not (record and record.is_pinned):  # a pin is tried again
                 use.error = ""
 
         try:
@@ -137,7 +137,7 @@ class AdapterService:
             if is_renewed and adapter.unrenewed:
                 raise AdapterFailed(adapter.unrenewed)
         except LorayError as error:
-            use.error = error.message
+            use.error, use.failed_at = error.message, time.monotonic()
             raise
         finally:
             use.is_loading = False

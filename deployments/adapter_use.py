@@ -28,6 +28,7 @@ class AdapterUse:
     last_used: float = 0.0  # seconds since 1970
     is_loading: bool = False
     error: str = ""  # why the last load failed
+    failed_at: float = 0.0  # when, by the monotonic clock
 
     @property
     def path(self) -> str:

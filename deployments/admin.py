@@ -139,7 +139,8 @@ class AdapterAdmin:
         names = {adapter_id}
         with contextlib.suppress(InvalidRequest):
             names.add(named(AdapterRef(adapter_id=adapter_id), self._service.args.adapters.default_source).adapter_id)
-        return [status for status in await self._service.adapter_statuses() if status.adapter_id in names]
+        statuses = await self._service.adapter_statuses()
+        return [status for status in statuses if status.adapter_id in (*names, f"{status.source}://{adapter_id}")]
 
 
 def _is_of(ref: AdapterRef, status: AdapterStatus) -> bool:

@@ -184,7 +184,7 @@ class Engine:
         self._pace.took(plan, self._last_progress - began)
         loaded = [adapter for index, adapter in enumerate(plan.loads) if index not in result.failed_loads]
         self._counts.num_pool_loads += len(loaded)
-        self._counts.pool_load_seconds += result.load_seconds
+        self._counts.pool_load_seconds += result.load_seconds if loaded else 0.0
         for adapter in loaded:
             adapter.pool_use.num_loads += 1
             adapter.pool_use.load_seconds += result.load_seconds / len(loaded)

@@ -22,7 +22,7 @@ from loray.deployments.fair_lines import Account, Lane, Line
 from loray.deployments.sequence import Sequence
 
 MAX_DEBTS = 10_000
-MOST_AHEAD = 2048  # tokens of the prompt of an adapter that has just come that go ahead of the others'
+MOST_AHEAD = 2048  # tokens of the prompt of an adapter that has just come; with the step that computes them it goes ahead no longer
 NUM_DEBTS_LOOKED_AT = 8  # whenever an adapter's last request ends
 
 
@@ -126,6 +126,7 @@ class FairQueue:
 
     def put_back(self, sequence: Sequence) -> None:
         """It runs no longer, and waits ahead of those of its version that came later."""
+        sequence.is_first = False
         self._insert(sequence)
         self._stop(sequence)
 

@@ -88,7 +88,7 @@ def read_adapter(folder: Path, lora_shapes: Shapes) -> AdapterSpec:
         biases = {path: reader.bias(path, tensors) for path, tensors in modules.items() if BIASES & tensors.keys()}
         tokens = {path: reader.tokens(path, tensors) for path, tensors in modules.items() if "trained tokens" in tensors}
         reader.check_has_tokens(tokens)
-        _check_is_whole(config, loras, lora_shapes)
+        _check_is_whole(config, names, lora_shapes)
         copies = {path: reader.copy(path, tensors) for path, tensors in modules.items() if "weight under LoRA" in tensors}
         beyond_pages = {path for path in loras if not _is_linear(path)}
         if tokens and beyond_pages:
@@ -103,7 +103,12 @@ def read_adapter(folder: Path, lora_shapes: Shapes) -> AdapterSpec:
 def rank_in_config(folder: Path, lora_shapes: Shapes) -> int:
     """As `read_adapter` would find it, from the config alone: what is refused for that need not be fetched whole. Raises AdapterError."""
     config = _read_config(folder, lora_shapes)
-    names = _targeted(config, lora_shapes)
+    model = next(iter(lora_shapes), "").partition(".")[0]
+    names: Names = {}
+    for path in lora_shapes:
+        for name in (path, path.removeprefix(f"{model}.")):  # of the whole model, of the bare one
+            if path not in names and config.is_targeted(name, _is_linear(path)):
+                names[path] = name
     config.check_has_targets(names)
     return max((config.rank(name) for path, name in names.items() if _is_linear(path)), default=1)
 
@@ -138,20 +143,13 @@ def _read_config(folder: Path, lora_shapes: Shapes) -> AdapterConfig:
     return config
 
 
-def _targeted(config: AdapterConfig, lora_shapes: Shapes) -> Names:
-    """Everything that the config asks LoRA for, whether or not there are tensors."""
-    model = next(iter(lora_shapes), "").partition(".")[0]
-    names: Names = {}
-    for path in lora_shapes:
-        for name in (path, path.removeprefix(f"{model}.")):  # of the whole model, of the bare one
-            if path not in names and config.is_targeted(name, _is_linear(path)):
-                names[path] = name
-    return names
-
-
-def _check_is_whole(config: AdapterConfig, loras: dict[str, AdapterModule], lora_shapes: Shapes) -> None:
-    if config.fills_at_random and (missing := _targeted(config, lora_shapes).keys() - loras.keys()):
-        raise AdapterError(f"{min(missing)} has no tensors, though the config targets it: PEFT would fill them at random")
+def _check_is_whole(config: AdapterConfig, names: Names, lora_shapes: Shapes) -> None:
+    """names: of the modules that have tensors, all as the whole model calls them or as the bare one does."""
+    is_bare = any(name != path for path, name in names.items())
+    prefix = next(iter(lora_shapes), "").partition(".")[0] + "." if is_bare else ""
+    for path in lora_shapes if config.fills_at_random else ():
+        if path not in names and path.startswith(prefix) and config.is_targeted(path.removeprefix(prefix), _is_linear(path)):
+            raise AdapterError(f"{path} has no tensors, though the config targets it: PEFT would fill them at random")
 
 
 def _check_token_ids(token_ids: tuple[int, ...], vocab_size: int) -> None:

@@ -90,6 +90,11 @@ def test_a_url_has_one_weight_in_all_its_spellings(root: Path, tmp_path: Path) -
         web.close()
 
 
+def test_a_weight_counts_for_the_name_at_whatever_source_requests_name() -> None:
+    weights = account_weights(AdapterArgs(weights={"bucket/x": 3.0}))
+    assert weights[account_of(AdapterRef(adapter_id="s3://bucket/x", source="s3"), "/cache/x")] == 3.0
+
+
 def test_all_revisions_of_a_repository_have_one_account_and_its_weight() -> None:
     refs = [AdapterRef(adapter_id=name, source="hub") for name in ("org/a", "org/a@main", "org/a@0123abc")]
     accounts = {account_of(ref, f"/cache/{number}") for number, ref in enumerate(refs)}

@@ -173,6 +173,11 @@ def test_an_error_of_a_load_is_told_until_the_adapter_serves(service: AdapterSer
         with pytest.raises(AdapterFailed, match="torn"):
             await service.load(ref("small"))
         adapter = await service.find(ref("small"))
+        with service.counted(ref("small"), adapter) as note:
+            with pytest.raises(AdapterFailed, match="torn"):
+                await service.load(ref("small"))
+            note("")
+        assert (await statuses(service))["small"].error, "that one had begun before"
         for error, told in (("AdapterFailed", True), ("", False)):
             with service.counted(ref("small"), adapter) as note:
                 note(error)

@@ -169,6 +169,8 @@ def test_an_adapter_is_found_however_its_url_is_written(service: Service, backen
     assert ids(call(service, "GET", "/http://HOST/mine/")) == [name]
     call(service, "DELETE", "/http://Host/mine")
     assert backend.changes[-1].ref.adapter_id == name
+    backend.statuses = {"replica": [status_of("s3://bucket/mine", "gpu", source="s3")]}
+    assert ids(call(service, "GET", "/bucket/mine")) == ["s3://bucket/mine"]
 
 
 def test_an_adapter_that_was_loaded_and_evicted_again_counts_as_loaded(service: Service, backend: ScriptedBackend) -> None:

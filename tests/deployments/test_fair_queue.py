@@ -86,14 +86,17 @@ def test_an_adapter_that_comes_back_starts_where_it_was_but_with_little_credit(m
 
 def test_the_prompt_of_one_that_has_just_come_goes_first_but_not_for_ever() -> None:
     queue = NamedQueue()
-    busy, owing = queue.start(queue.arrive("busy", "busy"), 100), queue.start(queue.arrive("owing", "owing"), 500)
+    queue.start(queue.arrive("first", "busy"), 100)
+    busy, owing = queue.start(queue.arrive("busy", "busy")), queue.start(queue.arrive("owing", "owing"), 500)
     queue.forget(owing)
     back, new, second = queue.arrive("back", "owing"), queue.arrive("new", "new"), queue.arrive("second", "busy")
-    busy.is_first = False  # it has had its first answer long since
     assert sorted([second, back, busy, new], key=queue.turn_of_prompt) == [new, second, busy, back]
     queue.start(new, MOST_AHEAD)
     for new.num_computed, is_first in ((MOST_AHEAD - 1, True), (MOST_AHEAD, False)):
         assert (queue.turn_of_prompt(new) < queue.turn_of_prompt(busy)) == is_first
+    new.num_computed = 0
+    queue.put_back(new)
+    assert queue.turn_of_prompt(new) > queue.turn_of_prompt(busy), "it has had its turn"
 
 
 @pytest.mark.parametrize("page_ids", [[], [1]], ids=["outside the pool", "in the pool"])

@@ -123,6 +123,16 @@ def test_names_and_patterns_are_limited_in_number_and_length(tmp_path: Path, fie
         read(tmp_path, LINEAR, **{"layers_to_transform": [0] if field == "layers_pattern" else None, field: "x" * 5000})
 
 
+@pytest.mark.parametrize("prefix", ["model.", ""], ids=["whole model", "bare model"])
+def test_what_is_excluded_needs_no_tensors_however_the_others_begin(tmp_path: Path, prefix: str) -> None:
+    shapes = {f"{prefix}{BARE}.{name}.weight": shape for name, shape in (("lora_A", [2, 6]), ("lora_B", [4, 2]))}
+    other = f"{prefix}layers.1.self_attn.q_proj"
+    fields = {"init_lora_weights": False, "target_modules": ["q_proj", "lm_head"] if not prefix else ["q_proj"]}
+    read(tmp_path, shapes, **fields, exclude_modules=[other])
+    with pytest.raises(AdapterError, match="model.layers.1.self_attn.q_proj has no tensors.*at random"):
+        read(tmp_path, shapes, **fields)
+
+
 def test_large_files_are_refused_before_they_are_read(tmp_path: Path) -> None:
     read(tmp_path, LINEAR)
     with open(tmp_path / "adapter_model.safetensors", "r+b") as file:
