@@ -6,6 +6,7 @@ neither side they all end at once. Behind Serve's own proxy, one Python process 
 
 import argparse
 import asyncio
+import itertools
 import json
 import os
 import statistics
@@ -19,8 +20,9 @@ from pathlib import Path
 from typing import Any
 
 import aiohttp
+from ray import serve
 
-from benchmarks.adapters_server import Served, cluster, serving
+from benchmarks.adapters_server import APP, Served, cluster, serving
 from benchmarks.engine_load import Load
 from benchmarks.environment import environment
 from benchmarks.gpu_decode import Bench, page_bytes
@@ -31,6 +33,7 @@ SAMPLE_S = 0.1
 NUM_STREAMS, NUM_REQUESTS = 64, 512
 NUM_RUNS = 3
 MAX_INGRESSES = 4  # of which each has an interpreter's lock of its own
+SETTLE_S = 90.0  # of traffic until Serve has as many ingresses as it wants: it looks back for 30 s, waits for 30 s, and starts them
 
 
 def num_tokens(number: int) -> int:
@@ -86,7 +89,8 @@ def through_http(model: Path, min_ingresses: int) -> dict[str, Any]:
         cluster_s = time.perf_counter() - started
         running.enter_context(serving(Served(model, "cuda", "auto"), ingress=ingress))
         ready_s = time.perf_counter() - started
-        asyncio.run(clients(url, NUM_STREAMS, "w"))
+        _warm_up(url, SETTLE_S if min_ingresses < MAX_INGRESSES else 0.0)
+        num_ingresses = serve.status().applications[APP].deployments["Ingress"].replica_states["RUNNING"]
         utilisation = Utilisation()
         with utilisation.watched():
             rates = [asyncio.run(clients(url, NUM_REQUESTS, str(run))) for run in range(NUM_RUNS)]
@@ -94,10 +98,19 @@ def through_http(model: Path, min_ingresses: int) -> dict[str, Any]:
     return {
         "start_to_ready_s": round(ready_s, 1),
         "of_which_ray_and_serve_s": round(cluster_s, 1),
+        "ingresses_when_measured": num_ingresses,
         "http_tokens_per_s": round(statistics.median(rates)),
         "http_tokens_per_s_of_all_runs": [round(rate) for rate in rates],
         "gpu_idle_share": idle,
     }
+
+
+def _warm_up(url: str, seconds: float) -> None:
+    until = time.perf_counter() + seconds
+    for number in itertools.count():
+        asyncio.run(clients(url, NUM_STREAMS, f"w{number}"))
+        if time.perf_counter() >= until:
+            return
 
 
 def engine_alone(model: Path, adapters: Path) -> dict[str, Any]:

@@ -175,6 +175,13 @@ class ReplicaArgs(Section):
         return self
 
 
+class IngressArgs(ReplicaArgs):
+    """One is a Python process, which writes some 7,000 tokens a second: those of 32 streams of a model with eight billion parameters."""
+
+    max_replicas: int = Field(default=4, ge=1)
+    target_ongoing_requests: int = Field(default=32, ge=1)
+
+
 class ServerArgs(Section):
     model: ModelArgs = ModelArgs()
     device: Literal["auto", "cuda", "cpu"] = "auto"
@@ -189,5 +196,5 @@ class ServerArgs(Section):
     grammars: GrammarArgs = GrammarArgs()
     cors: CorsArgs = CorsArgs()
     tracing: TracingArgs = TracingArgs()
-    ingress: ReplicaArgs = ReplicaArgs(max_replicas=4, target_ongoing_requests=64)
+    ingress: IngressArgs = IngressArgs()
     driver: ReplicaArgs = ReplicaArgs()

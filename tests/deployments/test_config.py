@@ -26,6 +26,11 @@ def test_an_empty_config_serves_the_bundled_model() -> None:
     assert args.tensor_parallel_size == 1
 
 
+def test_a_field_of_the_ingress_that_is_set_leaves_the_others_at_their_defaults() -> None:
+    ingress = ServerArgs.model_validate({"ingress": {"min_replicas": 2}}).ingress
+    assert (ingress.min_replicas, ingress.max_replicas, ingress.target_ongoing_requests) == (2, 4, 32)
+
+
 @pytest.mark.parametrize("tree", [{"modle": {}}, {"model": {"idd": "x"}}, {"scheduler": {"max_batch_tokens": 8, "chunked": True}}])
 def test_an_unknown_field_is_refused(tree: dict[str, Any]) -> None:
     with pytest.raises(ValidationError, match="Extra inputs are not permitted"):
