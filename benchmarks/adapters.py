@@ -52,7 +52,7 @@ def parse() -> argparse.Namespace:
     )
     parser.add_argument("--rounds", type=int, default=6, help="fair: requests of each calm adapter, alone and beside the flood")
     parser.add_argument("--max-running", type=int, default=16, help="fair: the server's scheduler.max_running")
-    parser.add_argument("--max-batch-tokens", type=int, default=64, help="fair: the server's scheduler.max_batch_tokens")
+    parser.add_argument("--max-batch-tokens", type=int, default=32, help="fair: the server's scheduler.max_batch_tokens")
     parser.add_argument("--max-waiting", type=int, default=64, help="fair: the server's adapters.max_waiting")
     parser.add_argument("--out", type=Path, default=RESULTS)
     options = parser.parse_args()

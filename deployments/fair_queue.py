@@ -2,8 +2,8 @@
 
 Virtual token counters (Sheng et al. 2024, "Fairness in Serving Large Language Models"): every computed token is charged to its
 adapter, divided by the adapter's weight, and the adapter served least goes first. The base model is an adapter like any other,
-with the id "". One that comes starts with the least served that runs or could start, so idle time earns no credit, nor does the time
-it takes to load. One that comes back starts where it was, so that who asks for one answer after another pays for those before, but at
+with the id "". One that comes starts with the least served that runs, so idle time earns no credit, nor does the time it takes to load;
+not with the least that waits, or ever new ones would keep it waiting, but at most `max_credit` behind that. One that comes back starts where it was, so that who asks for one answer after another pays for those before, but at
 most `max_credit` behind that: what an adapter without requests was served is forgotten when all others are as far ahead. One that always
 runs but asks for little earns little credit, too: while none of its requests wait, it falls no more than `max_credit` behind the least
 served that waits, or that started last; else those who take what nobody wants would pay for it later.
@@ -22,7 +22,7 @@ from loray.deployments.fair_lines import Account, Lane, Line
 from loray.deployments.sequence import Sequence
 
 MAX_DEBTS = 10_000
-MOST_AHEAD = 2048  # tokens of the prompt of an adapter that has just come; with the step that computes them it goes ahead no longer
+MOST_AHEAD = 2048  # tokens of the prompts of adapters that have just come; with the step that computes them they go ahead no longer
 NUM_DEBTS_LOOKED_AT = 8  # whenever an adapter's last request ends
 
 
@@ -50,6 +50,7 @@ class FairQueue:
         self._is_outside_shown = True
         self._loading: dict[Line, None] = {}  # in the order in which they were found to be
         self._held: dict[Sequence, None] = {}  # whose grammars the ranks don't have yet: in no line, where they would hold others up
+        self._num_ahead = 0  # tokens of prompts that went ahead of others, less those that others had meanwhile
         self._num_waiting = 0  # in lines, or held
         self._num_waiting_of: Counter[str] = Counter()  # by adapter
 
@@ -71,12 +72,17 @@ class FairQueue:
     def turn_of_prompt(self, sequence: Sequence) -> tuple[bool, float]:
         """The least comes first, begun or not: those of adapters that have just come, then the others, each by what was served.
 
-        One that has just come would have its turn anyway; those who are always here had better wait for its prompt than halve its pace."""
-        return not sequence.is_first or sequence.num_computed >= MOST_AHEAD, self.served(sequence)
+        One that has just come would have its turn anyway; those who are always here had better wait for its prompt than halve its pace.
+        Once ever new ones have had so much more than others meanwhile, all go by what they were served."""
+        is_ahead = sequence.is_first and sequence.num_computed < MOST_AHEAD and self._num_ahead < MOST_AHEAD
+        return not is_ahead, self.served(sequence)
 
     def charge(self, sequence: Sequence, num_tokens: int) -> None:
         account = self._account_of(sequence)
         account.served += num_tokens / account.weight
+        is_ahead = sequence.is_first and self._num_waiting
+        self._num_ahead = max(self._num_ahead + (num_tokens if is_ahead else -num_tokens), 0)
+        sequence.is_first = sequence.is_first and sequence.num_computed < sequence.num_prompt  # the rest is its answer
 
     def refund(self, sequence: Sequence, num_tokens: int) -> None:
         """What was charged for a row that is not computed after all."""
@@ -231,9 +237,12 @@ class FairQueue:
         return (loading + ready)[:limit]
 
     def _floor(self) -> float:
-        """The least that any adapter was served which runs or could start; while none can, the least of those that wait."""
-        served = [account.served for account in self._running.values()] + self._fronts()
-        return min(served or [account.served for account in self._accounts.values()], default=0.0)
+        """The least that any adapter was served which runs, or a little more than one that could start; while none can, the least of those
+        that wait."""
+        running, fronts = [account.served for account in self._running.values()], self._fronts()
+        if running:
+            return min(*running, *(served + self._max_credit for served in fronts), math.inf)
+        return min(fronts or [account.served for account in self._accounts.values()], default=0.0)
 
     def _level(self, newcomer: Account) -> float:
         """The least that any adapter was served which waits and could start; while none does, what the one was that started last."""

@@ -81,7 +81,7 @@ def test_an_adapter_that_comes_back_starts_where_it_was_but_with_little_credit(m
         queue.start(queue.arrive(name, name), num_tokens)
     queue.forget(gone)
     assert queue.served(queue.arrive("back", "a")) == served, "b and c began with the 1 of a"
-    assert queue.served(queue.arrive("new", "d")) == min(71, served)
+    assert queue.served(queue.arrive("new", "d")) == 71, "the least served that runs"
 
 
 def test_the_prompt_of_one_that_has_just_come_goes_first_but_not_for_ever() -> None:
@@ -91,22 +91,50 @@ def test_the_prompt_of_one_that_has_just_come_goes_first_but_not_for_ever() -> N
     queue.forget(owing)
     back, new, second = queue.arrive("back", "owing"), queue.arrive("new", "new"), queue.arrive("second", "busy")
     assert sorted([second, back, busy, new], key=queue.turn_of_prompt) == [new, second, busy, back]
-    queue.start(new, MOST_AHEAD)
+    queue.start(new)
     for new.num_computed, is_first in ((MOST_AHEAD - 1, True), (MOST_AHEAD, False)):
         assert (queue.turn_of_prompt(new) < queue.turn_of_prompt(busy)) == is_first
     new.num_computed = 0
+    queue.charge(new, 1)
     queue.put_back(new)
     assert queue.turn_of_prompt(new) > queue.turn_of_prompt(busy), "it has had its turn"
 
 
-@pytest.mark.parametrize("page_ids", [[], [1]], ids=["outside the pool", "in the pool"])
-def test_one_that_comes_starts_with_the_least_served_that_could_start(page_ids: list[int]) -> None:
+def test_ever_new_ones_go_ahead_until_they_have_had_much_more_than_others() -> None:
     queue = NamedQueue()
+    queue.start(queue.arrive("first", "busy"))
+    busy = queue.arrive("second", "busy")
+    for number in range(4):
+        new = queue.arrive(f"new{number}", f"new{number}")
+        assert queue.turn_of_prompt(new) < queue.turn_of_prompt(busy)
+        queue.start(new, MOST_AHEAD // 4)
+    last = queue.arrive("last", "last")
+    assert queue.turn_of_prompt(last) == queue.turn_of_prompt(busy), "each goes by what it was served"
+    new.num_computed = new.num_prompt
+    queue.charge(new, 1)
+    assert queue.turn_of_prompt(last) == queue.turn_of_prompt(busy), "the last of a prompt"
+    queue.charge(new, 2)
+    assert queue.turn_of_prompt(last) < queue.turn_of_prompt(busy), "an answer"
+
+
+def test_prompts_that_keep_nobody_waiting_are_not_ahead() -> None:
+    queue = NamedQueue()
+    queue.start(queue.arrive("first", "first"), MOST_AHEAD)
+    queue.start(queue.arrive("busy"), 0)
+    assert not queue.turn_of_prompt(queue.arrive("new", "new"))[0]
+
+
+@pytest.mark.parametrize(("max_credit", "served"), [(10, 50), (100, 90)])
+@pytest.mark.parametrize("page_ids", [[], [1]], ids=["outside the pool", "in the pool"])
+def test_one_that_comes_starts_with_the_least_served_that_runs_but_little_behind_those_that_wait(
+    page_ids: list[int], max_credit: float, served: float
+) -> None:
+    queue = NamedQueue(max_credit)
     queue.adapter("behind", page_ids)
-    behind = queue.start(queue.arrive("behind", "behind"), 40)
-    queue.start(queue.arrive("ahead"), 50)
-    queue.put_back(behind)
-    assert queue.served(queue.arrive("new", "new")) == 40, "the other runs, but has 90"
+    ahead = queue.start(queue.arrive("ahead"), 40)
+    queue.arrive("behind", "behind")
+    queue.charge(ahead, 50)
+    assert queue.served(queue.arrive("new", "new")) == served, "the one that runs has 90, the one that waits 40"
 
 
 def test_one_whose_requests_never_wait_earns_little_credit() -> None:

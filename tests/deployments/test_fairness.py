@@ -1,5 +1,6 @@
 """Adapters that compete for slots, tokens, blocks and pages. Time is counted in steps of the simulated rank."""
 
+import itertools
 import random
 
 import pytest
@@ -60,6 +61,21 @@ def test_a_prompt_of_several_steps_takes_hardly_more_of_them_beside_a_flood(floo
     num_decodes = 7  # of the flood, at most, in each step
     alone, most = 288 / 48 + 2, 288 / (48 - num_decodes) + 4
     assert max(delays) <= most < 2 * alone, delays
+
+
+def test_an_adapter_that_always_asks_is_served_although_ever_new_ones_come() -> None:
+    """More of them than can be served: each has one request. It gets its share, that of one of those that wait."""
+    rng, server = random.Random(0), Server(num_blocks=2000, num_pages=400, max_batch_tokens=48, max_running=16)
+    served: list[float] = []
+    for step in range(900):
+        keep_waiting(server, rng, "busy", 4, Shape(40, 4))
+        while len(server.scheduler.waiting) < 20:
+            server.add(new_prompt(rng, 60), 2, f"new{server.arrivals}")
+        server.turn()
+        if step % 100 == 99:
+            served.append(server.served["busy"])
+    tokens = [after - before for before, after in itertools.pairwise(served)]
+    assert min(tokens) > 100 * 48 / 40, served
 
 
 def test_equal_demand_is_served_equally_whatever_its_shape() -> None:
