@@ -1,12 +1,13 @@
 """Whose turn it is: the waiting sequences of each adapter, and the tokens each was served. Knows neither slots, blocks nor steps.
 
-Virtual token counters (Sheng et al. 2024, "Fairness in Serving Large Language Models"): every computed token is charged to its
-adapter, divided by the adapter's weight, and the adapter served least goes first. The base model is an adapter like any other,
-with the id "". One that comes starts with the least served that runs, so idle time earns no credit, nor does the time it takes to load;
-not with the least that waits, or ever new ones would keep it waiting, but at most `max_credit` behind that. One that comes back starts where it was, so that who asks for one answer after another pays for those before, but at
-most `max_credit` behind that: what an adapter without requests was served is forgotten when all others are as far ahead. One that always
-runs but asks for little earns little credit, too: while none of its requests wait, it falls no more than `max_credit` behind the least
-served that waits, or that started last; else those who take what nobody wants would pay for it later.
+Virtual token counters (Sheng et al. 2024, "Fairness in Serving Large Language Models"): every computed token is charged to its adapter,
+divided by the adapter's weight, and the adapter served least goes first. The base model is an adapter like any other, with the id "". One
+that comes starts with the least served that runs, so idle time earns no credit, nor does the time it takes to load; not with the least
+that waits, or ever new ones would keep it waiting, but at most `max_credit` behind that. One that comes back starts where it was, so that
+who asks for one answer after another pays for those before, but at most `max_credit` behind a new one: what an adapter without requests was
+served is forgotten when all others are as far ahead. One that always runs but asks for little earns little credit, too: while none of its
+requests wait, it falls no more than `max_credit` behind the least served that waits, or that started last; else those who take what
+nobody wants would pay for it later.
 
 All versions of an adapter have one account, but for those that are pinned: they are always in the pool, and what they are served would
 keep a version that is not from ever getting there.

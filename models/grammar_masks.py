@@ -13,6 +13,7 @@ from loray.kernels.drawing import NEVER
 from loray.models.compiled_grammars import CompiledGrammars
 from loray.models.model_folder import CheckpointError
 from loray.models.step import RowFailure
+from loray.models.to_device import sent
 
 if TYPE_CHECKING:  # imported when the first grammar comes: few servers see one
     from xgrammar import GrammarMatcher
@@ -103,10 +104,10 @@ class GrammarMasks:
         bits = xgrammar.allocate_token_bitmask(len(rows), num_known)  # [num_rows, words] int32
         for line, row in zip(bits, rows, strict=True):
             self._fill(line, slots[row], unwanted[row])
-        places = torch.tensor(rows).to(scores.device)
+        places = sent(torch.tensor(rows), scores.device)
         masked = scores[places]
-        xgrammar.apply_token_bitmask_inplace(masked, bits.to(scores.device), vocab_size=vocab_size)
-        masked[:, vocab_size:] = NEVER
+        xgrammar.apply_token_bitmask_inplace(masked, sent(bits, scores.device), vocab_size=vocab_size)
+        masked[:, vocab_size:].fill_(NEVER)
         scores[places] = masked
 
     def _fill(self, line: Tensor, slot: int, unwanted: Sequence[int]) -> None:

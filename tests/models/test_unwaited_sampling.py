@@ -6,6 +6,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+import xgrammar
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -15,7 +16,7 @@ from loray.models.pooler import Pooler
 from loray.models.prompt_logprobs import PromptLogprobs
 from loray.models.slot_sampling import SlotSampling
 from loray.models.step import Admission, Pooling, Row, Sampling, Step
-from tests.models.sampling_jobs import LARGE_VOCAB_SIZE, PLAIN
+from tests.models.sampling_jobs import LARGE_VOCAB_SIZE, PLAIN, VOCAB_SIZE, grammar, save_model
 
 
 class Uploads(TorchDispatchMode):
@@ -89,6 +90,16 @@ def test_only_grammars_and_watermarks_need_the_tokens_before() -> None:
     own = Step(2, [], [], [Row(len(PLAIN), 1, [], True)])
     anew = Step(3, [], [Admission(len(PLAIN), [1], [], 0, [], Sampling(temperature=1.0))], own.rows)
     assert [marked.needs_tokens(step) for step in (others, own, anew)] == [False, True, False]
+
+
+def test_the_mask_of_a_grammar_is_sent_without_waiting_for_the_step(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    masked: list[Tensor] = []
+    monkeypatch.setattr(xgrammar, "apply_token_bitmask_inplace", lambda scores, bits, vocab_size: masked.extend((scores, bits)))
+    masks = GrammarMasks(save_model(tmp_path))
+    masks.admit(1, grammar(regex="[ab]"), [])
+    with Uploads() as uploads:
+        masks.mask(torch.empty(2, VOCAB_SIZE, device="meta"), [0, 1], [[], []])
+    assert uploads.count == 2 and [tensor.is_meta for tensor in masked] == [True, True]
 
 
 @pytest.mark.parametrize("pooling", ["mean", "last"])
