@@ -4,6 +4,7 @@ import contextlib
 import dataclasses
 import errno
 import hashlib
+import logging
 import os
 import threading
 from collections import Counter, OrderedDict
@@ -20,6 +21,8 @@ from loray.models.adapter import AdapterError, Shapes, rank_in_config, signature
 from loray.models.adapter_config import CONFIG_FILE, check_config_size
 from loray.models.adapter_header import WEIGHTS_FILE
 from loray.models.adapter_specs import AdapterSpecs
+
+logger = logging.getLogger("ray.serve.loray")
 
 MAX_REMEMBERED = 10_000  # validated versions, and refused ones
 REFUSED_S = 10.0
@@ -109,6 +112,9 @@ class AdapterFiles:
                 spec = self._specs.read(path)
                 self._room.pages_for("", spec.rank, spec.extra_bytes)
         except (AdapterError, AdapterFailed, OSError):
+            return False
+        except Exception:  # whatever it is, the others are listed
+            logger.exception("adapter folder %s can't be read", path)
             return False
         return True
 

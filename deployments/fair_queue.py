@@ -51,7 +51,8 @@ class FairQueue:
         self._is_outside_shown = True
         self._loading: dict[Line, None] = {}  # in the order in which they were found to be
         self._held: dict[Sequence, None] = {}  # whose grammars the ranks don't have yet: in no line, where they would hold others up
-        self._num_ahead = 0  # tokens of prompts that went ahead of others, less those that others had meanwhile
+        self._may_go_ahead = True
+        self._num_ahead = 0  # tokens of prompts that went ahead of others, less those that had their turn
         self._num_waiting = 0  # in lines, or held
         self._num_waiting_of: Counter[str] = Counter()  # by adapter
 
@@ -74,15 +75,16 @@ class FairQueue:
         """The least comes first, begun or not: those of adapters that have just come, then the others, each by what was served.
 
         One that has just come would have its turn anyway; those who are always here had better wait for its prompt than halve its pace.
-        Once ever new ones have had so much more than others meanwhile, all go by what they were served."""
-        is_ahead = sequence.is_first and sequence.num_computed < MOST_AHEAD and self._num_ahead < MOST_AHEAD
+        Once ever new ones have had so much more than others, all go by what they were served, for as many tokens."""
+        is_ahead = self._may_go_ahead and sequence.is_first and sequence.num_computed < MOST_AHEAD
         return not is_ahead, self.served(sequence)
 
     def charge(self, sequence: Sequence, num_tokens: int) -> None:
         account = self._account_of(sequence)
         account.served += num_tokens / account.weight
-        is_ahead = sequence.is_first and self._num_waiting
+        is_ahead = self._may_go_ahead and sequence.is_first and self._num_waiting
         self._num_ahead = max(self._num_ahead + (num_tokens if is_ahead else -num_tokens), 0)
+        self._may_go_ahead = self._num_ahead < MOST_AHEAD if self._may_go_ahead else self._num_ahead == 0
         sequence.is_first = sequence.is_first and sequence.num_computed < sequence.num_prompt  # the rest is its answer
 
     def refund(self, sequence: Sequence, num_tokens: int) -> None:

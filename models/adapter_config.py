@@ -13,7 +13,7 @@ from loray.models.bounded_patterns import Pattern, PatternBudget, PatternError
 CONFIG_FILE = "adapter_config.json"
 MAX_CONFIG_BYTES = 1 << 20
 MAX_NUMBER = 1e30  # beyond it a scale is no float32 any more
-MAX_NAMES = 4096  # of modules, in one field
+MAX_NAMES = 4096  # of modules or layers, in one field
 MAX_SECONDS = 1.0  # of a processor, for everything that one adapter's patterns are asked
 REFUSED_FIELDS = {  # field -> what it is; any value but null, false or empty is refused
     "modules_to_save": "a module trained as a whole",
@@ -184,7 +184,8 @@ class AdapterConfig:
             match = found[1] if found else None
         else:
             match = ANY_LAYER.match(name)
-        return match is not None and int(match["idx"]) in (layers if isinstance(layers, list) else [layers])
+        index = match["idx"] if match else None  # none where another branch of the pattern matched
+        return index is not None and int(index) in (layers if isinstance(layers, list) else [layers])
 
 
 def check_config_size(num_bytes: int) -> None:
@@ -223,10 +224,10 @@ def _check_names(fields: dict[str, Any]) -> None:
         pattern = fields.get(field)
         if pattern is not None and not (isinstance(pattern, dict) and all(_is_number(value) for value in pattern.values())):
             raise AdapterError(f"{field} is {shown(pattern)}, not a map from module names to numbers")
-    for field in ("target_modules", "exclude_modules", "layers_pattern", "rank_pattern", "alpha_pattern"):
+    for field in ("target_modules", "exclude_modules", "layers_pattern", "rank_pattern", "alpha_pattern", "layers_to_transform"):
         names = fields.get(field)
         if isinstance(names, list | dict) and len(names) > MAX_NAMES:
-            raise AdapterError(f"{field} has {len(names)} names, more than {MAX_NAMES}")
+            raise AdapterError(f"{field} has {len(names)} entries, more than {MAX_NAMES}")
     layers = fields.get("layers_to_transform")
     if layers is not None and not all(type(layer) is int for layer in (layers if isinstance(layers, list) else [layers])):
         raise AdapterError(f"layers_to_transform is {shown(layers)}, neither a whole number nor a list of them")

@@ -48,7 +48,7 @@ class PatternBudget:
             compiled: Any = re.compile(whole)  # first, for `regex` understands more than PEFT's `re`
             if not is_plain:
                 compiled = regex.compile(whole, regex.V0)
-        except (re.error, regex.error) as error:
+        except (re.error, regex.error, ValueError) as error:  # the last: of flags that exclude each other
             raise PatternError(f"is no regular expression: {error}") from None
         except (RecursionError, OverflowError):
             raise PatternError("is too deeply nested or repeated too often") from None

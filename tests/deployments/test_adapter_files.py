@@ -196,6 +196,14 @@ def test_a_stamp_changes_with_the_files_in_any_root(root: Path) -> None:
     assert not changes() and len(files.stamps(1)) <= 2, "of each root so many"
 
 
+def test_a_folder_that_can_not_be_read_for_whatever_reason_does_not_fit(
+    root: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    files = AdapterFiles([root], SHAPES)
+    monkeypatch.setattr(adapter_files.AdapterSpecs, "read", lambda specs, path: int(""))
+    assert not files.fits(root / "small") and "small can't be read" in caplog.text
+
+
 def test_a_folder_fits_when_its_tensors_are_the_base_models(root: Path) -> None:
     assert AdapterFiles([root], SHAPES).fits(root / "small") and not AdapterFiles([root], SHAPES).fits(root / "nobody")
     assert not AdapterFiles([root], {"model.layers.0.mlp.up_proj": (16, 24)}).fits(root / "small")

@@ -102,19 +102,26 @@ def test_the_prompt_of_one_that_has_just_come_goes_first_but_not_for_ever() -> N
 
 def test_ever_new_ones_go_ahead_until_they_have_had_much_more_than_others() -> None:
     queue = NamedQueue()
-    queue.start(queue.arrive("first", "busy"))
-    busy = queue.arrive("second", "busy")
+    first = queue.start(queue.arrive("first", "first"))
+    busy = queue.start(queue.arrive("busy", "busy"))
+    busy.num_computed = busy.num_prompt
+    queue.charge(busy, 0)
+    second = queue.arrive("second", "busy")
+
+    def is_ahead(name: str) -> bool:
+        return queue.turn_of_prompt(queue.arrive(name, name)) < (True, 0)
+
     for number in range(4):
-        new = queue.arrive(f"new{number}", f"new{number}")
-        assert queue.turn_of_prompt(new) < queue.turn_of_prompt(busy)
-        queue.start(new, MOST_AHEAD // 4)
-    last = queue.arrive("last", "last")
-    assert queue.turn_of_prompt(last) == queue.turn_of_prompt(busy), "each goes by what it was served"
-    new.num_computed = new.num_prompt
-    queue.charge(new, 1)
-    assert queue.turn_of_prompt(last) == queue.turn_of_prompt(busy), "the last of a prompt"
-    queue.charge(new, 2)
-    assert queue.turn_of_prompt(last) < queue.turn_of_prompt(busy), "an answer"
+        assert is_ahead(f"new{number}")
+        queue.charge(first, MOST_AHEAD // 4)
+    assert not is_ahead("last"), "each goes by what it was served"
+    queue.charge(first, MOST_AHEAD // 2)
+    queue.charge(busy, MOST_AHEAD // 2 - 1)
+    assert not is_ahead("later"), "for as many tokens, whoever has them"
+    queue.charge(busy, 1)
+    assert is_ahead("anew") and not queue.turn_of_prompt(second) < (True, 0)
+    queue.charge(busy, MOST_AHEAD)
+    assert is_ahead("yet another"), "an answer is not ahead of anybody"
 
 
 def test_prompts_that_keep_nobody_waiting_are_not_ahead() -> None:

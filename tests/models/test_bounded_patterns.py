@@ -23,6 +23,7 @@ REFUSED = {
     "[[:alpha:]]+": "named class",
     "(a)?(?(1)b|c)": "condition",
     r"(?|a|b)": "no regular expression",
+    "(?a)(?u).*": "no regular expression",
     "a" * 5000: "5000 characters",
     "(" * 2000 + ")" * 2000: "too deeply nested",
     "é.*": "no module's name",

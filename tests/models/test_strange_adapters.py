@@ -115,9 +115,14 @@ def test_a_pattern_that_takes_too_long_is_refused_by_its_field(tmp_path: Path, c
         read(tmp_path, LINEAR, **changes)
 
 
+def test_layers_are_limited_in_number(tmp_path: Path) -> None:
+    with pytest.raises(AdapterError, match="layers_to_transform has 5000 entries, more than 4096"):
+        read(tmp_path, LINEAR, layers_to_transform=list(range(5000)))
+
+
 @pytest.mark.parametrize("field", ["target_modules", "exclude_modules", "layers_pattern"])
 def test_names_and_patterns_are_limited_in_number_and_length(tmp_path: Path, field: str) -> None:
-    with pytest.raises(AdapterError, match=f"{field} has 5000 names, more than 4096"):
+    with pytest.raises(AdapterError, match=f"{field} has 5000 entries, more than 4096"):
         read(tmp_path, LINEAR, **{field: ["x"] * 5000})
     with pytest.raises(AdapterError, match=rf"{field} has a regular expression, '.*has 5000 characters"):
         read(tmp_path, LINEAR, **{"layers_to_transform": [0] if field == "layers_pattern" else None, field: "x" * 5000})
@@ -218,6 +223,11 @@ def test_no_adapter_with_so_many_pages_has_more_bytes(tmp_path: Path) -> None:
     spec = read(tmp_path, full | copies | biases, r=8, lora_bias=True)
     num_bytes = sum(place.end - place.begin for place in spec.places.values())
     assert most_weights_bytes(SHAPES, num_pages=1, extra_bytes=spec.extra_bytes) == 8 + (8 << 20) + num_bytes
+
+
+def test_a_layers_pattern_that_matches_without_a_number_names_no_layer(tmp_path: Path) -> None:
+    with pytest.raises(AdapterError, match="does not target"):
+        read(tmp_path, LINEAR, layers_to_transform=[0], layers_pattern="layers|h")
 
 
 def test_a_layers_pattern_may_have_groups_of_its_own(tmp_path: Path) -> None:
