@@ -244,7 +244,7 @@ class FairQueue:
         that wait."""
         running, fronts = [account.served for account in self._running.values()], self._fronts()
         if running:
-            return min(*running, *(served + self._max_credit for served in fronts), math.inf)
+            return min([*running, *(served + self._max_credit for served in fronts)])
         return min(fronts or [account.served for account in self._accounts.values()], default=0.0)
 
     def _level(self, newcomer: Account) -> float:
