@@ -16,6 +16,7 @@ from loray.deployments.worker_process import Work, work_for_parent
 from loray.models.grammar_vocabulary import grammar_vocabulary
 
 ANY_OBJECT = '{"type": "object"}'
+NO_MEMORY = "takes too much memory to compile"
 LOST = "the grammar compiler did not survive it: it is nested too deep or takes too much memory"
 NUM_TRIED = 4  # tokens
 
@@ -82,9 +83,10 @@ def _outcome(compiler: Any, job: Job) -> Outcome:
     except RecursionError:
         return Outcome(refusal="is nested too deep")
     except MemoryError:
-        return Outcome(refusal="takes too much memory to compile")
+        return Outcome(refusal=NO_MEMORY)
     except Exception as error:  # xgrammar raises RuntimeError for most that it does not like, and more kinds
-        return Outcome(refusal=_without_place(str(error)))
+        is_full = "std::bad_alloc" in str(error)  # which some of its calls make an error of their own of
+        return Outcome(refusal=NO_MEMORY if is_full else _without_place(str(error)))
 
 
 def _grammar(job: Job) -> Any:

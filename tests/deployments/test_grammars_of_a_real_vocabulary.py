@@ -73,3 +73,11 @@ def test_the_masks_of_a_long_limited_string_allow_what_fits(ranks: CompiledGramm
         matcher.fill_next_token_bitmask(bits)
         allowed = np.unpackbits(bits.numpy().view(np.uint8), bitorder="little")
         assert {token_id for token_id in plain if allowed[token_id]} == {i for i, text in plain.items() if length + len(text) <= 500}
+
+
+def test_memory_that_runs_out_is_told_as_such_whichever_call_it_is() -> None:
+    class Compiler:
+        def compile_grammar(self, grammar: xgrammar.Grammar) -> None:
+            raise RuntimeError("std::bad_alloc")
+
+    assert _outcome(Compiler(), Job("regex", "a", 60.0)).refusal == "takes too much memory to compile"
