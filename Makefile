@@ -53,7 +53,7 @@ soak: $(STAMP)  ## run for hours under load and faults
 venv: $(STAMP)  ## make .venv with everything the other commands need
 
 # lorax-client asks for an old huggingface_hub and uses none.
-# pip compiles every module of every package, one by one. What every process of the server imports is compiled here, by all cores; the rest when needed.
+# pip compiles the modules one by one; here all cores do. Left to the first import, they would be compiled by every process where PYTHONDONTWRITEBYTECODE is set.
 # mypy reads files, not the editable install's import hook: .venv/src/loray shows it the folders under their package names.
 $(STAMP): pyproject.toml
 	@test -x $(BIN)/pip || { $(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' \
@@ -62,7 +62,7 @@ $(STAMP): pyproject.toml
 	@echo "loray: installing into .venv (the first time takes minutes: torch and Ray are large)" >&2
 	@{ $(PIP) -e '.[test]' && $(PIP) --no-deps lorax-client==0.6.3; } 2> .venv/pip.log || { \
 	  echo "loray: can't install the packages, is the network there? $$(grep ERROR .venv/pip.log | tail -1 | sed 's/^ *//') (all of it: .venv/pip.log)" >&2; exit 1; }
-	@cd .venv/lib/python3*/site-packages && ../../../bin/python -m compileall -qq -j 0 torch ray || true
+	@cd .venv/lib/python3*/site-packages && ../../../bin/python -m compileall -qq -j 0 . || true
 	@mkdir -p .venv/src/loray
 	@for folder in $(FOLDERS); do ln -sfn ../../../$$folder .venv/src/loray/$$folder; done
 	@touch $@
