@@ -46,7 +46,7 @@ class PageWriter:
         """Writes nothing; so the first adapter waits for no compiler."""
         if self._stream is not None and len(self._dtypes) == 1:
             no_rows = torch.tensor([[0, 0, 1, 0, 0, 0]], device=self._device)
-            _scatter(torch.empty(1, dtype=next(iter(self._dtypes)), device=self._device), no_rows, most_elements=1)
+            self._scatter(torch.empty(1, dtype=next(iter(self._dtypes)), device=self._device), no_rows, most_rows=1)
 
     def has_room(self, adapter: RankAdapter) -> bool:
         """Whether the device can hold what it takes to fill the pages: a copy of the adapter, and where it has more than pages, as much
@@ -64,13 +64,13 @@ class PageWriter:
             return None
         begun, done = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
         before = torch.cuda.current_stream(self._device).record_event()
-        pieces, most_elements = self._pieces(adapter.shapes, page_ids)
+        pieces, most_rows = self._pieces(adapter.shapes, page_ids)
         with torch.cuda.stream(self._stream):
             begun.record()
             values = adapter.values.to(self._device, non_blocking=True)
             on_device = torch.from_numpy(pieces).pin_memory().to(self._device, non_blocking=True)
             self._stream.wait_event(before)  # steps on their way may still read what was in these pages
-            _scatter(values, on_device, most_elements)
+            self._scatter(values, on_device, most_rows)
             done.record()
         self._note(page_ids, frozenset(adapter.shapes))
         self._arrivals = [other for other in self._arrivals if not other.done.query()]  # nobody need wait for those
@@ -96,7 +96,7 @@ class PageWriter:
         self._written.update(dict.fromkeys(page_ids, written))
 
     def _pieces(self, shapes: Mapping[Key, tuple[int, int]], page_ids: list[int]) -> tuple[NDArray[np.int64], int]:
-        """As kernels/page_scatter.py wants them, and the most elements of one."""
+        """As kernels/page_scatter.py wants them, and the most rows of one."""
         sizes = np.array([prod(shape) for shape in shapes.values()], np.int64)
         firsts = dict(zip(shapes, (np.cumsum(sizes) - sizes).tolist(), strict=True))
         source = np.array([(firsts.get(key, 0), shapes[key][0] if key in shapes else 0) for key in self._pools], np.int64).reshape(-1, 2)
@@ -108,14 +108,14 @@ class PageWriter:
             rows = np.full_like(width, end - start)
             found.append(np.stack((address + start * stride * itemsize, stride, width, rows, first, num_there), 1))
             num_before += end - start
-        pieces = np.concatenate(found)
-        return pieces, int((pieces[:, 2] * pieces[:, 3]).max())
+        return np.concatenate(found), max(end - start for start, end in page_runs(page_ids))
 
+    def _scatter(self, values: Tensor, pieces: Tensor, most_rows: int) -> None:
+        from loray.kernels.page_scatter import ALIGNMENT, scatter_pages  # needs Triton, which a machine without a GPU may lack
 
-def _scatter(values: Tensor, pieces: Tensor, most_elements: int) -> None:
-    from loray.kernels.page_scatter import scatter_pages  # needs Triton, which a machine without a GPU may lack
-
-    scatter_pages(values, pieces, most_elements)
+        address, stride, width = self._places.T
+        is_aligned = not np.any(np.concatenate((address, values.element_size() * stride, values.element_size() * width)) % ALIGNMENT)
+        scatter_pages(values, pieces, most_rows, int(width.max()), bool(is_aligned))
 
 
 def _pools(linears: Mapping[str, Linear | HostedLinear]) -> list[tuple[Key, Tensor]]:
