@@ -17,9 +17,13 @@ class Account:
         self.name = name
         self.weight = weight
         self.served = served  # tokens, divided by the weight
+        self.began = served  # where it would have been when it last began to wait, without a head start
+        self.credit = 0.0  # by how much it was behind the clock, its head start aside, when it last had nothing waiting any more
         self.lines: dict[Adapter | None, Line] = {}  # by version; none is empty
+        self.prompts: set[Sequence] = set()  # that run and are not computed whole
         self.num_waiting = 0
         self.num_running = 0
+        self.is_active = False  # something of it runs, or waits for more than its adapter
 
 
 class Line:

@@ -2,12 +2,8 @@
 
 Virtual token counters (Sheng et al. 2024, "Fairness in Serving Large Language Models"): every computed token is charged to its adapter,
 divided by the adapter's weight, and the adapter served least goes first. The base model is an adapter like any other, with the id "". One
-that comes starts with the least served that runs, so idle time earns no credit, nor does the time it takes to load; not with the least
-that waits, or ever new ones would keep it waiting, but at most `max_credit` behind that. One that comes back starts where it was, so that
-who asks for one answer after another pays for those before, but at most `max_credit` behind a new one: what an adapter without requests was
-served is forgotten when all others are as far ahead. One that always runs but asks for little earns little credit, too: while none of its
-requests wait, it falls no more than `max_credit` behind the least served that waits, or that started last; else those who take what
-nobody wants would pay for it later.
+that begins to wait, new or back, starts where fair_clock.py says, so that neither idle time nor the time it takes to load earns credit;
+or where it was, if that is more, so that who asks for one answer after another pays for those before.
 
 All versions of an adapter have one account, but for those that are pinned: they are always in the pool, and what they are served would
 keep a version that is not from ever getting there.
@@ -19,12 +15,12 @@ from collections.abc import Iterator, Mapping
 from itertools import islice
 
 from loray.deployments.adapters import Adapter
+from loray.deployments.fair_clock import MAX_HEAD_START, FairClock, head_start
 from loray.deployments.fair_lines import Account, Lane, Line
 from loray.deployments.sequence import Sequence
 
-MAX_DEBTS = 10_000
-MOST_AHEAD = 2048  # tokens of the prompts of adapters that have just come; with the step that computes them they go ahead no longer
-NUM_DEBTS_LOOKED_AT = 8  # whenever an adapter's last request ends
+MAX_CLOSED = 10_000
+NUM_CLOSED_LOOKED_AT = 8  # whenever an adapter's last request ends
 
 
 def adapter_name(adapter: Adapter | None) -> str:
@@ -39,20 +35,17 @@ def account_name(adapter: Adapter | None) -> str:
 class FairQueue:
     """Lines stand in one of two lanes, or aside while their adapter is not ready: what can't start is not looked at in each step."""
 
-    def __init__(self, weights: Mapping[str, float], max_credit: float = math.inf) -> None:
+    def __init__(self, weights: Mapping[str, float]) -> None:
         assert all(weight > 0 for weight in weights.values()), "an adapter's weight is above 0"
         self._weights = weights  # by account, or by adapter id
-        self._max_credit = max_credit  # tokens, divided by the weight
+        self._clock = FairClock()
         self._latest: Account | None = None  # that a sequence of was started
         self._accounts: dict[str, Account] = {}  # of the adapters that have requests, by name
-        self._running: dict[str, Account] = {}  # those of them that run
-        self._debts: OrderedDict[str, float] = OrderedDict()  # tokens served, of adapters without requests, by name
+        self._closed: OrderedDict[str, Account] = OrderedDict()  # of those that had some a while ago, by name
         self._inside, self._outside = Lane(), Lane()  # of the base model and the adapters in the pool; of the others
         self._is_outside_shown = True
         self._loading: dict[Line, None] = {}  # in the order in which they were found to be
         self._held: dict[Sequence, None] = {}  # whose grammars the ranks don't have yet: in no line, where they would hold others up
-        self._may_go_ahead = True
-        self._num_ahead = 0  # tokens of prompts that went ahead of others, less those that had their turn
         self._num_waiting = 0  # in lines, or held
         self._num_waiting_of: Counter[str] = Counter()  # by adapter
 
@@ -71,21 +64,15 @@ class FairQueue:
         """Tokens that its adapter was served, for its weight."""
         return self._account_of(sequence).served
 
-    def turn_of_prompt(self, sequence: Sequence) -> tuple[bool, float]:
-        """The least comes first, begun or not: those of adapters that have just come, then the others, each by what was served.
-
-        One that has just come would have its turn anyway; those who are always here had better wait for its prompt than halve its pace.
-        Once ever new ones have had so much more than others, all go by what they were served, for as many tokens."""
-        is_ahead = self._may_go_ahead and sequence.is_first and sequence.num_computed < MOST_AHEAD
-        return not is_ahead, self.served(sequence)
-
     def charge(self, sequence: Sequence, num_tokens: int) -> None:
         account = self._account_of(sequence)
+        if account.served < account.began or account.served >= self._clock.now:  # it has a head start, or is ahead; else it catches up
+            self._clock.advance(num_tokens)
         account.served += num_tokens / account.weight
-        is_ahead = self._may_go_ahead and sequence.is_first and self._num_waiting
-        self._num_ahead = max(self._num_ahead + (num_tokens if is_ahead else -num_tokens), 0)
-        self._may_go_ahead = self._num_ahead < MOST_AHEAD if self._may_go_ahead else self._num_ahead == 0
-        sequence.is_first = sequence.is_first and sequence.num_computed < sequence.num_prompt  # the rest is its answer
+        if sequence.num_computed >= sequence.num_prompt:
+            account.prompts.discard(sequence)
+        if not account.prompts and not account.num_waiting:  # it is served all that it asks for
+            account.served = max(account.served, self._start(account, 0))
 
     def refund(self, sequence: Sequence, num_tokens: int) -> None:
         """What was charged for a row that is not computed after all."""
@@ -99,12 +86,8 @@ class FairQueue:
             self._held[sequence] = None
             self._count_waiting(sequence, 1)
             return
-        name = account_name(sequence.adapter)
-        if name not in self._accounts:
-            floor = self._floor()
-            served = max(self._debts.get(name, floor), floor - self._max_credit)
-            self._open(sequence.adapter, served)
-            sequence.is_first = served <= floor
+        if account_name(sequence.adapter) not in self._accounts:
+            self._open(sequence.adapter)
         self._insert(sequence)
 
     def set_apart(self, adapter: Adapter, is_apart: bool, num_running: int) -> None:
@@ -117,6 +100,9 @@ class FairQueue:
         adapter.is_apart = is_apart
         if old and (waiting or num_running):
             new = self._accounts.get(account_name(adapter)) or self._open(adapter, old.served)
+            prompts = {sequence for sequence in old.prompts if sequence.adapter is adapter}
+            old.prompts -= prompts
+            new.prompts |= prompts
             self._count_running(old, -num_running)
             self._count_running(new, num_running)
             for sequence in waiting:
@@ -127,6 +113,7 @@ class FairQueue:
         """It waits no longer, it runs."""
         account = self._account_of(sequence)
         self._count_running(account, 1)
+        account.prompts.add(sequence)
         self._latest = account
         self._remove(sequence)
         line = account.lines.get(sequence.adapter)
@@ -135,7 +122,6 @@ class FairQueue:
 
     def put_back(self, sequence: Sequence) -> None:
         """It runs no longer, and waits ahead of those of its version that came later."""
-        sequence.is_first = False
         self._insert(sequence)
         self._stop(sequence)
 
@@ -157,29 +143,44 @@ class FairQueue:
     def _account_of(self, sequence: Sequence) -> Account:
         return self._accounts[account_name(sequence.adapter)]
 
-    def _open(self, adapter: Adapter | None, served: float) -> Account:
-        """It has none yet."""
-        weight_by_id = self._weights.get(adapter.adapter_id, 1.0) if adapter else 1.0
-        weight = self._weights.get(adapter_name(adapter), weight_by_id)
+    def _open(self, adapter: Adapter | None, served: float = -math.inf) -> Account:
+        """It has none, or a closed one, which may have been served more."""
         name = account_name(adapter)
-        self._debts.pop(name, None)
-        self._accounts[name] = Account(name, weight, served)
-        return self._accounts[name]
+        weight_by_id = self._weights.get(adapter.adapter_id, 1.0) if adapter else 1.0
+        account = self._closed.pop(name, None) or Account(name, self._weights.get(adapter_name(adapter), weight_by_id), served)
+        account.served = max(account.served, served)
+        self._accounts[name] = account
+        return account
 
     def _leave_if_unused(self, account: Account) -> None:
         if account.num_running or account.num_waiting:
             return
         del self._accounts[account.name]
         if not self._accounts:
-            self._debts.clear()
+            self._closed.clear()
             return
-        floor = self._floor()
-        for name in list(islice(self._debts, NUM_DEBTS_LOOKED_AT)):  # those that left first: a few each time, so that none costs much
-            if self._debts[name] <= floor - self._max_credit or len(self._debts) >= MAX_DEBTS:
-                del self._debts[name]
-            else:
-                self._debts.move_to_end(name)
-        self._debts[account.name] = account.served
+        oldest = list(islice(self._closed.values(), NUM_CLOSED_LOOKED_AT))  # a few each time, so that none costs much
+        for other in oldest:
+            del self._closed[other.name]
+            if not self._is_forgotten(other) and len(self._closed) < MAX_CLOSED:
+                self._closed[other.name] = other
+        self._closed[account.name] = account
+
+    def _is_forgotten(self, account: Account) -> bool:
+        """Whether it would begin like a new one, whatever prompt comes."""
+        credit = head_start(MAX_HEAD_START, account.weight)
+        return account.credit <= credit and account.served <= self._clock.now - credit
+
+    def _start(self, account: Account, num_prompt: int) -> float:
+        """What an adapter is at least taken to have been served when it begins to wait with so long a prompt."""
+        return self._clock.now - max(head_start(num_prompt, account.weight), account.credit)
+
+    def _lift(self, account: Account, sequence: Sequence) -> None:
+        """Of an adapter that begins to wait, with this sequence."""
+        level = min(self._fronts(), default=self._latest.served if self._latest else 0.0)  # of those that wait, or that started last
+        self._clock.catch_up(level)
+        account.began = max(account.served, self._clock.now - account.credit)
+        account.served = max(account.served, self._start(account, sequence.num_prompt))
 
     def wake_loaded(self) -> None:
         """Adapters that have become ready since the last call get in line, and so do sequences whose grammars have."""
@@ -188,8 +189,10 @@ class FairQueue:
             self.add(sequence)
         for line in [line for line in self._loading if line.adapter and (line.adapter.is_ready or line.adapter.page_ids)]:
             del self._loading[line]
-            line.account.served = max(line.account.served, self._floor())
+            if not any(other.entry for other in line.account.lines.values()):
+                self._lift(line.account, line.head)
             self._lane_of(line).push(line)
+            self._count_active(line.account)
 
     def __iter__(self) -> Iterator[Sequence]:
         """The next of each version whose adapter is ready, least served first. After one that is taken comes the one behind it.
@@ -206,6 +209,7 @@ class FairQueue:
             elif lane is self._outside and line.adapter and not line.adapter.is_ready:
                 line.entry = None
                 self._loading[line] = None
+                self._count_active(line.account)
             elif line.head in shown:
                 lane.pass_front()
             else:
@@ -239,18 +243,6 @@ class FairQueue:
         loading = [line.adapter for line in islice(self._loading, limit) if line.adapter]
         return (loading + ready)[:limit]
 
-    def _floor(self) -> float:
-        """The least that any adapter was served which runs, or a little more than one that could start; while none can, the least of those
-        that wait."""
-        running, fronts = [account.served for account in self._running.values()], self._fronts()
-        if running:
-            return min([*running, *(served + self._max_credit for served in fronts)])
-        return min(fronts or [account.served for account in self._accounts.values()], default=0.0)
-
-    def _level(self, newcomer: Account) -> float:
-        """The least that any adapter was served which waits and could start; while none does, what the one was that started last."""
-        return min(self._fronts(), default=(self._latest or newcomer).served)
-
     def _fronts(self) -> list[float]:
         """The least that any adapter with a line was served, of each lane."""
         lanes = self._inside, self._outside
@@ -266,8 +258,8 @@ class FairQueue:
 
     def _insert(self, sequence: Sequence) -> None:
         account = self._account_of(sequence)
-        if account.num_running and not account.num_waiting:
-            account.served = max(account.served, self._level(account) - self._max_credit)
+        if not account.num_waiting:
+            self._lift(account, sequence)
         line = account.lines.get(sequence.adapter)
         if line is None:
             line = account.lines[sequence.adapter] = Line(account, sequence.adapter)
@@ -276,6 +268,7 @@ class FairQueue:
             self._lane_of(line).push(line)
         account.num_waiting += 1
         self._count_waiting(sequence, 1)
+        self._count_active(account)
 
     def _remove(self, sequence: Sequence) -> None:
         account = self._account_of(sequence)
@@ -286,7 +279,10 @@ class FairQueue:
             self._loading.pop(line, None)
             del account.lines[sequence.adapter]
         account.num_waiting -= 1
+        if not account.num_waiting:
+            account.credit = max(self._clock.now - max(account.served, account.began), 0.0)
         self._count_waiting(sequence, -1)
+        self._count_active(account)
 
     def _count_waiting(self, sequence: Sequence, count: int) -> None:
         name = adapter_name(sequence.adapter)
@@ -296,11 +292,17 @@ class FairQueue:
             del self._num_waiting_of[name]
 
     def _stop(self, sequence: Sequence) -> None:
-        self._count_running(self._account_of(sequence), -1)
+        account = self._account_of(sequence)
+        account.prompts.discard(sequence)
+        self._count_running(account, -1)
 
     def _count_running(self, account: Account, count: int) -> None:
         account.num_running += count
-        if account.num_running:
-            self._running[account.name] = account
-        else:
-            self._running.pop(account.name, None)
+        self._count_active(account)
+
+    def _count_active(self, account: Account) -> None:
+        """The clock goes by those that run, or wait for more than their adapter."""
+        is_active = account.num_running > 0 or any(line not in self._loading for line in account.lines.values())
+        if is_active != account.is_active:
+            account.is_active = is_active
+            (self._clock.count if is_active else self._clock.discount)(account.weight)

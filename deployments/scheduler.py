@@ -34,7 +34,7 @@ class Scheduler:
         self.blocks = blocks
         self.adapters = adapters
         self._prefixes = Prefixes(blocks)
-        self.waiting = FairQueue(weights or {}, max_credit=max_batch_tokens)
+        self.waiting = FairQueue(weights or {})
         self.running: list[Sequence] = []  # in the order of their admission
         self.num_preemptions = 0
         self.num_started_tokens = 0  # of the sequences that were started, again after a preemption too
@@ -105,14 +105,14 @@ class Scheduler:
     def _plan_prompts(self, plan: Plan) -> None:
         """The rest of the budget goes to prompts, begun or waiting, least served first."""
         prefills = self._prefills()
-        turn_of = self.waiting.turn_of_prompt
-        prefills.sort(key=lambda sequence: (turn_of(sequence), sequence.arrival), reverse=True)  # the next is the last
+        served = self.waiting.served
+        prefills.sort(key=lambda sequence: (served(sequence), sequence.arrival), reverse=True)  # the next is the last
         heads = self._admissible()
         head = next(heads, None)
         blocked: Sequence | None = None
         kept: list[int] = []  # blocks for each that starts in the next step
         while plan.num_tokens < self._max_batch_tokens and (prefills or head):
-            if not head or (prefills and turn_of(prefills[-1]) <= turn_of(head)):
+            if not head or (prefills and served(prefills[-1]) <= served(head)):
                 if self._outgrows(plan, prefills[-1]):
                     return
                 self._grow(plan, prefills.pop())

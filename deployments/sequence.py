@@ -40,7 +40,6 @@ class Sequence:
         self.first_token_at = 0.0  # 0 = not yet
         self.token_ids = request.prompt_ids + request.output_ids
         self.num_prompt = len(request.prompt_ids)
-        self.is_first = False  # of an adapter that had no others when it came, and was served no more than those who had
         self.waits_for_grammar = False  # until the ranks have compiled it
         self.num_unknown = 0  # tokens sampled, or embeddings made, by steps whose results are not back
         self.num_computed = 0  # tokens whose keys and values are in its blocks

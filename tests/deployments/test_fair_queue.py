@@ -6,17 +6,17 @@ import pytest
 
 from loray.deployments import fair_queue
 from loray.deployments.adapters import Adapter
-from loray.deployments.fair_queue import MOST_AHEAD
+from loray.deployments.fair_clock import MAX_HEAD_START, MIN_HEAD_START
 from tests.deployments.named_queue import NamedQueue
 
 
 def test_the_adapter_served_least_goes_first_and_the_base_model_is_one_of_them() -> None:
     queue = NamedQueue()
-    first = [queue.arrive("b0", "b"), queue.arrive("a0", "a"), queue.arrive("base0")]
-    for sequence, num_tokens in zip(first, (30, 20, 10), strict=True):
-        queue.start(sequence, num_tokens)
+    first = [queue.start(queue.arrive(f"{name}0", version)) for name, version in (("b", "b"), ("a", "a"), ("base", ""))]
     for name, version in (("b1", "b"), ("a1", "a"), ("base1", "")):
         queue.arrive(name, version)
+    for sequence, num_tokens in zip(first, (30, 20, 10), strict=True):
+        queue.compute(sequence, num_tokens)
     assert queue.names() == ["base1", "a1", "b1"]
 
 
@@ -54,10 +54,11 @@ def test_an_iteration_that_is_broken_off_loses_nobody() -> None:
 
 def test_a_weight_divides_what_is_charged() -> None:
     queue = NamedQueue(a=4.0)
-    for sequence in [queue.arrive("b", "b"), queue.arrive("a", "a")]:
+    for name, served in (("b", 8), ("a", 2)):
+        sequence = queue.arrive(name, name)
+        before = queue.served(sequence)
         queue.start(sequence, 8)
-    assert queue.served(queue.arrive("a1", "a")) == 2 and queue.served(queue.arrive("b1", "b")) == 8
-    assert queue.names() == ["a1", "b1"]
+        assert queue.served(sequence) - before == served
 
 
 def test_what_is_charged_can_be_taken_back() -> None:
@@ -70,111 +71,130 @@ def test_what_is_charged_can_be_taken_back() -> None:
     queue.charge(a, 10)
     assert queue.names() == ["b1", "a1"]
     queue.refund(a, 12)
-    assert queue.served(a) == 3 and queue.served(b) == 5 and queue.names() == ["a1", "b1"]
+    assert queue.served(b) - queue.served(a) == 2 and queue.names() == ["a1", "b1"]
 
 
-@pytest.mark.parametrize(("max_credit", "served"), [(0, 71), (30, 41), (100, 1)])
-def test_an_adapter_that_comes_back_starts_where_it_was_but_with_little_credit(max_credit: float, served: float) -> None:
-    queue = NamedQueue(max_credit)
-    gone = queue.start(queue.arrive("gone", "a"), 1)
-    for name, num_tokens in (("b", 100), ("c", 70)):
-        queue.start(queue.arrive(name, name), num_tokens)
-    queue.forget(gone)
-    assert queue.served(queue.arrive("back", "a")) == served, "b and c began with the 1 of a"
-    assert queue.served(queue.arrive("new", "d")) == 71, "the least served that runs"
-
-
-def test_the_prompt_of_one_that_has_just_come_goes_first_but_not_for_ever() -> None:
-    queue = NamedQueue()
-    queue.start(queue.arrive("first", "busy"), 100)
-    busy, owing = queue.start(queue.arrive("busy", "busy")), queue.start(queue.arrive("owing", "owing"), 500)
-    queue.forget(owing)
-    back, new, second = queue.arrive("back", "owing"), queue.arrive("new", "new"), queue.arrive("second", "busy")
-    assert sorted([second, back, busy, new], key=queue.turn_of_prompt) == [new, second, busy, back]
-    queue.start(new)
-    for new.num_computed, is_first in ((MOST_AHEAD - 1, True), (MOST_AHEAD, False)):
-        assert (queue.turn_of_prompt(new) < queue.turn_of_prompt(busy)) == is_first
-    new.num_computed = 0
-    queue.charge(new, 1)
-    queue.put_back(new)
-    assert queue.turn_of_prompt(new) > queue.turn_of_prompt(busy), "it has had its turn"
-
-
-def test_ever_new_ones_go_ahead_until_they_have_had_much_more_than_others() -> None:
-    queue = NamedQueue()
-    first = queue.start(queue.arrive("first", "first"))
-    busy = queue.start(queue.arrive("busy", "busy"))
-    busy.num_computed = busy.num_prompt
-    queue.charge(busy, 0)
-    second = queue.arrive("second", "busy")
-
-    def is_ahead(name: str) -> bool:
-        return queue.turn_of_prompt(queue.arrive(name, name)) < (True, 0)
-
-    for number in range(4):
-        assert is_ahead(f"new{number}")
-        queue.charge(first, MOST_AHEAD // 4)
-    assert not is_ahead("last"), "each goes by what it was served"
-    queue.charge(first, MOST_AHEAD // 2)
-    queue.charge(busy, MOST_AHEAD // 2 - 1)
-    assert not is_ahead("later"), "for as many tokens, whoever has them"
-    queue.charge(busy, 1)
-    assert is_ahead("anew") and not queue.turn_of_prompt(second) < (True, 0)
-    queue.charge(busy, MOST_AHEAD)
-    assert is_ahead("yet another"), "an answer is not ahead of anybody"
-
-
-def test_prompts_that_keep_nobody_waiting_are_not_ahead() -> None:
-    queue = NamedQueue()
-    queue.start(queue.arrive("first", "first"), MOST_AHEAD)
-    queue.start(queue.arrive("busy"), 0)
-    assert not queue.turn_of_prompt(queue.arrive("new", "new"))[0]
-
-
-@pytest.mark.parametrize(("max_credit", "served"), [(10, 50), (100, 90)])
+@pytest.mark.parametrize(("num_prompt", "head_start"), [(1, MIN_HEAD_START), (300, 300), (5000, MAX_HEAD_START)])
 @pytest.mark.parametrize("page_ids", [[], [1]], ids=["outside the pool", "in the pool"])
-def test_one_that_comes_starts_with_the_least_served_that_runs_but_little_behind_those_that_wait(
-    page_ids: list[int], max_credit: float, served: float
-) -> None:
-    queue = NamedQueue(max_credit)
+def test_one_that_comes_starts_with_those_that_wait_less_its_prompt(page_ids: list[int], num_prompt: int, head_start: int) -> None:
+    queue = NamedQueue(light=0.5)
     queue.adapter("behind", page_ids)
-    ahead = queue.start(queue.arrive("ahead"), 40)
-    queue.arrive("behind", "behind")
-    queue.charge(ahead, 50)
-    assert queue.served(queue.arrive("new", "new")) == served, "the one that runs has 90, the one that waits 40"
+    first = queue.start(queue.arrive("first", "behind"))
+    waits = queue.arrive("second", "behind")
+    queue.compute(first, 4000)
+    assert queue.served(waits) - queue.served(queue.arrive("new", "new", num_prompt)) == head_start
+    assert queue.served(waits) - queue.served(queue.arrive("new", "light", num_prompt)) == 2 * head_start
 
 
-def test_one_whose_requests_never_wait_earns_little_credit() -> None:
-    queue = NamedQueue(max_credit=10)
+def test_one_whose_requests_never_wait_earns_no_credit() -> None:
+    queue = NamedQueue()
     little = queue.start(queue.arrive("first", "little"), 1)
-    queue.start(queue.arrive("busy", "busy"), 100)
-    assert queue.served(little) == 1
+    busy = queue.start(queue.arrive("busy", "busy"), 1000)
+    assert queue.served(little) < 1
     queue.arrive("second", "little")
-    assert queue.served(little) == 91, "the other began with 1, started last, and has 101"
-    queue.charge(queue.start(queue.arrive("third", "busy")), 50)
+    assert queue.served(busy) - queue.served(little) == MIN_HEAD_START, "the other started last"
+    queue.charge(queue.start(queue.arrive("third", "busy")), 500)
     queue.arrive("fourth", "little")
-    assert queue.served(little) == 91, "what waits keeps its credit"
+    assert queue.served(busy) - queue.served(little) == MIN_HEAD_START + 500, "what waits keeps its credit"
 
 
-def test_credit_is_counted_from_the_least_served_that_waits() -> None:
-    queue = NamedQueue(max_credit=10)
-    little = queue.start(queue.arrive("first", "little"), 0)
-    queue.start(queue.arrive("busy", "busy"), 100)
-    queue.put_back(queue.start(queue.arrive("waits", "b"), 40))
-    queue.arrive("second", "little")
-    assert queue.served(little) == 30
+def test_one_that_comes_back_starts_where_it_was_if_that_is_more() -> None:
+    queue = NamedQueue()
+    other = queue.start(queue.arrive("other", "b"), 1000)
+    gone = queue.start(queue.arrive("gone", "a"), 3000)
+    before = queue.served(gone)
+    queue.forget(gone)
+    back = queue.arrive("back", "a")
+    assert queue.served(back) == before
+    queue.forget(back)
+    queue.arrive("next", "b")
+    queue.compute(other, 9000)
+    assert queue.served(queue.arrive("again", "a")) == queue.served(other) - MIN_HEAD_START
+
+
+def test_what_one_was_behind_when_its_turn_came_is_not_lost_by_a_moment_without_requests() -> None:
+    """As of an adapter that needs the whole pool, for which it waits long, and all of whose answers end together."""
+    queue = NamedQueue()
+    other = queue.start(queue.arrive("other", "b"))
+    queue.arrive("next", "b")
+    large = queue.arrive("large", "a")
+    queue.compute(other, 2000)
+    behind = queue._clock.now - queue.served(large) - MIN_HEAD_START
+    queue.forget(queue.start(large, 100))
+    assert queue.served(queue.arrive("again", "a")) == queue.served(other) - behind < queue.served(other) - MAX_HEAD_START
+
+
+def test_ever_new_ones_begin_ahead_of_one_that_got_less_than_its_share() -> None:
+    """Each is served its prompt before the one that always waits; then it is its turn."""
+    queue = NamedQueue()
+    first = queue.start(queue.arrive("first", "busy"))
+    queue.arrive("busy", "busy")
+    queue.compute(first, 1000)
+    for number in range(3):
+        new = queue.arrive("new", f"new{number}", 100)
+        assert queue.names() == (["new", "busy"] if number < 2 else ["busy", "new"]), "of two prompts one was its share"
+        queue.forget(queue.start(new, 100))
+
+
+def test_what_one_that_is_behind_is_served_does_not_put_it_further_behind() -> None:
+    queue = NamedQueue()
+    busy = queue.start(queue.arrive("first", "busy"))
+    queue.arrive("busy", "busy")
+    queue.compute(busy, 1000)
+    new = queue.start(queue.arrive("new", "new", 500))
+    clock = queue._clock.now
+    assert clock == queue.served(busy)
+    queue.compute(new, 400)
+    assert queue._clock.now == clock + 200, "the half of each"
+    queue.compute(busy, 200)
+    assert queue._clock.now == clock + 200 == queue.served(busy)
+    queue.compute(busy, 100)
+    assert queue._clock.now == clock + 250
+
+
+def test_one_that_decodes_and_has_nothing_waiting_is_owed_nothing() -> None:
+    queue = NamedQueue()
+    stream, prompt = queue.start(queue.arrive("stream", "a")), queue.start(queue.arrive("prompt", "b", 10))
+    busy = queue.start(queue.arrive("busy", "c"))
+    queue.arrive("next", "c")
+    queue.compute(busy, 1000)
+    stream.num_computed = 1
+    for sequence in (prompt, stream):
+        queue.charge(sequence, 1)
+    assert queue.served(stream) == queue._clock.now - MIN_HEAD_START and queue.served(prompt) == 1 - MIN_HEAD_START
+
+
+def test_the_clock_goes_by_those_that_could_compute_alone() -> None:
+    queue = NamedQueue(heavy=3.0)
+    slow = queue.adapter("slow", page_ids=[], is_ready=False)
+    queue.arrive("slow", "slow")
+    busy = queue.start(queue.arrive("busy", "busy"))
+    heavy = queue.arrive("heavy", "heavy")
+    assert queue.names() == ["heavy"]
+    queue.compute(busy, 40)
+    assert queue._clock.now == 10
+    slow.is_ready = True
+    queue.wake_loaded()
+    queue.charge(busy, 20)
+    assert queue._clock.now == 14
+    queue.forget(heavy)
+    queue.charge(busy, 4)
+    assert queue._clock.now == 16
 
 
 def test_one_that_waits_for_its_adapter_to_load_is_not_shown_and_then_has_no_credit() -> None:
     queue = NamedQueue()
     slow = queue.adapter("slow", page_ids=[], is_ready=False)
     queue.arrive("slow", "slow")
-    busy = queue.start(queue.arrive("busy", "b"), 100)
+    assert queue.names() == []
+    busy = queue.start(queue.arrive("busy", "b"))
+    next_busy = queue.arrive("next", "b")
+    queue.compute(busy, 200)
+    queue.take(next_busy)
     assert queue.names() == [] and queue.next_adapters(4) == [slow]
     slow.is_ready = True
     queue.wake_loaded()
-    assert queue.names() == ["slow"] and queue.served(busy) == 100
-    assert queue.served(next(iter(queue))) == 100
+    assert queue.names() == ["slow"] and queue.served(busy) - queue.served(next(iter(queue))) == MIN_HEAD_START
 
 
 def test_a_version_that_is_not_ready_holds_up_no_other_version() -> None:
@@ -273,24 +293,25 @@ def test_who_asks_for_one_answer_after_another_pays_for_those_before() -> None:
     assert queue.names() == ["a1", "b1"]
 
 
-def test_a_debt_is_forgotten_when_the_others_are_as_far_ahead_as_credit_lasts_or_nobody_is_left() -> None:
-    queue = NamedQueue(max_credit=50)
-    running = queue.start(queue.arrive("b0", "b"), 10)
-    queue.forget(queue.start(queue.arrive("a0", "a"), 100))
-    queue.charge(running, 149)
-    queue.forget(queue.start(queue.arrive("c0", "c")))
-    assert "a" in queue._debts
-    queue.charge(running, 1)
-    queue.forget(queue.start(queue.arrive("c1", "c")))
-    assert "a" not in queue._debts
-    queue.forget(running)
-    assert not queue._debts and not queue._accounts
-
-
-def test_debts_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(fair_queue, "MAX_DEBTS", 50)
+def test_what_one_was_served_is_forgotten_when_it_would_begin_like_a_new_one() -> None:
     queue = NamedQueue()
-    queue.start(queue.arrive("b0", "b"), 1)
+    busy = queue.start(queue.arrive("b0", "b"))
+    queue.arrive("b1", "b")
+    gone = queue.start(queue.arrive("a0", "a"), 2000)
+    before = queue.served(gone)
+    queue.forget(gone)
+    for is_kept in (True, False):
+        queue.compute(busy, int(before + (0 if is_kept else MAX_HEAD_START + 2) - queue.served(busy)))
+        queue.forget(queue.start(queue.arrive("c", "c")))
+        assert ("a" in queue._closed) == is_kept
+
+
+def test_what_adapters_without_requests_were_served_is_bounded_and_forgotten_with_the_last(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(fair_queue, "MAX_CLOSED", 50)
+    queue = NamedQueue()
+    running = queue.start(queue.arrive("b0", "b"), 1)
     for number in range(500):
         queue.forget(queue.start(queue.arrive(f"r{number}", f"a{number}"), 100))
-    assert len(queue._debts) <= 50
+    assert len(queue._closed) <= 50
+    queue.forget(running)
+    assert not queue._closed and not queue._accounts

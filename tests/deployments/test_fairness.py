@@ -5,6 +5,7 @@ import random
 
 import pytest
 
+from loray.deployments.fair_clock import MAX_HEAD_START
 from loray.deployments.sequence import Sequence
 from tests.deployments.simulated_rank import greedy
 from tests.deployments.stepped_scheduler import Server
@@ -167,15 +168,16 @@ def test_a_step_in_which_an_adapter_gives_way_loads_another_and_the_next_admits_
 
 
 def test_prompts_in_progress_and_waiting_ones_share_the_budget_by_what_their_adapters_were_served() -> None:
-    server = Server(max_batch_tokens=8)
-    long = server.add(list(range(80)), 1, adapter="long")
-    server.turn()
+    server = Server(num_blocks=400, max_batch_tokens=8)
+    long = server.add(list(range(1200)), 1, adapter="long")
+    for _ in range(2 * MAX_HEAD_START // 8):
+        server.turn()
     short = server.add([1, 2, 3], 1, adapter="short")
     for _ in range(4):
         server.turn()
     assert short.is_finished and not long.is_finished
     server.run()
-    assert output_of(long) == greedy("long", list(range(80)), 1)
+    assert output_of(long) == greedy("long", list(range(1200)), 1)
 
 
 def test_a_waiting_prompt_leaves_the_blocks_that_a_prompt_in_progress_still_needs() -> None:
@@ -216,6 +218,7 @@ def test_a_large_prompt_that_finds_no_blocks_is_not_passed_by_small_ones_forever
 def test_what_is_charged_is_what_the_ranks_compute_also_when_rows_are_dropped_for_want_of_blocks() -> None:
     server = Server(num_blocks=16)
     first = server.add([0] * 4, 60, "a")
+    begun = server.scheduler.waiting.served(first)
     for i in range(1, 4):
         server.add([i] * 4, 20, "a")
     server.turn()
@@ -223,7 +226,7 @@ def test_what_is_charged_is_what_the_ranks_compute_also_when_rows_are_dropped_fo
         server.add([i] * 2, 12, "b")
     while not first.is_finished:
         on_their_way = sum(row.num_tokens for plan, _ in server.in_flight for s, row in plan.rows.items() if s.request.adapter_id == "a")
-        assert server.scheduler.waiting.served(first) == server.served["a"] + on_their_way
+        assert server.scheduler.waiting.served(first) == begun + server.served["a"] + on_their_way
         server.turn()
     assert server.scheduler.num_preemptions > 0
 

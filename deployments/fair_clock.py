@@ -1,0 +1,39 @@
+"""What an adapter that always waits would have been served by now, were all served alike: where those that come anew begin.
+
+A virtual clock, as of fair queueing, in tokens divided by weight: a computed token advances it by the share of one adapter of weight 1.
+So ever new adapters, each of which has its turn before those that are always here, begin ahead of these as soon as they got less than
+their share; what these are served then, they catch up by, and it does not advance. So they get half of their share at the least, and more
+the more adapters there are. Nor does it lag behind the least served of those that wait: what others did not want was no share of theirs.
+"""
+
+MIN_HEAD_START, MAX_HEAD_START = 64, 512  # tokens
+
+
+def head_start(num_prompt: int, weight: float) -> float:
+    """Of an adapter of the weight, before the clock, when so long a prompt comes: with its tokens, it has been served as much as others.
+    Those who are always here had better wait for it than halve its pace; but not for a very long one."""
+    return min(max(num_prompt, MIN_HEAD_START), MAX_HEAD_START) / weight
+
+
+class FairClock:
+    def __init__(self) -> None:
+        self.now = 0.0
+        self._weight = 0.0  # of all adapters that have something to compute
+        self._num_adapters = 0
+
+    def count(self, weight: float) -> None:
+        """An adapter has something to compute from now on."""
+        self._num_adapters += 1
+        self._weight += weight
+
+    def discount(self, weight: float) -> None:
+        """It has no more."""
+        self._num_adapters -= 1
+        self._weight = self._weight - weight if self._num_adapters else 0.0  # so that errors of rounding don't add up
+
+    def advance(self, num_tokens: int) -> None:
+        """So many were computed; fewer than 0, when they are not computed after all."""
+        self.now += num_tokens / self._weight
+
+    def catch_up(self, level: float) -> None:
+        self.now = max(self.now, level)
