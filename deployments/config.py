@@ -81,7 +81,7 @@ class AdapterArgs(Section):
     """Options for fsspec by scheme, such as {s3: {endpoint_url: http://minio:9000}}. Credentials come from the usual environment."""
     max_waiting: int = Field(default=256, ge=1)
     """Requests of one adapter that may wait; beyond it a request is answered 429."""
-    weights: dict[str, Annotated[float, Field(gt=0)]] = {}
+    weights: dict[str, Annotated[float, Field(ge=0.001, le=1000)]] = {}
     """Share of the service for an adapter, where not 1; "" is the base model."""
 
 

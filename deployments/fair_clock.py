@@ -2,9 +2,11 @@
 
 A virtual clock, as of fair queueing, in tokens divided by weight: a computed token advances it by the share of one adapter of weight 1.
 So ever new adapters, each of which has its turn before those that are always here, begin ahead of these as soon as they got less than
-their share; what these are served then, they catch up by, and it does not advance. So they get half of their share at the least, and more
-the more adapters there are. Nor does it lag behind the least served of those that wait: what others did not want was no share of theirs.
+their share; what these are served then, they catch up by, and it does not advance. So they get about half of their share at the least,
+and more the more adapters there are. Nor does it lag behind the least served of those that wait: what others did not want was no share of theirs.
 """
+
+import math
 
 MIN_HEAD_START, MAX_HEAD_START = 64, 512  # tokens
 
@@ -31,9 +33,13 @@ class FairClock:
         self._num_adapters -= 1
         self._weight = self._weight - weight if self._num_adapters else 0.0  # so that errors of rounding don't add up
 
-    def advance(self, num_tokens: int) -> None:
-        """So many were computed; fewer than 0, when they are not computed after all."""
-        self.now += num_tokens / self._weight
+    def advance(self, before: float, after: float, began: float, weight: float) -> None:
+        """An adapter was served so much before and after a step, or before and after it was taken back. What counts is its head start, up
+        to where it began, and what it has beyond the clock: in between, it catches up."""
+        low, high = min(before, after), max(before, after)
+        counted = max(min(high, began) - low, 0.0) + max(high - max(low, began, self.now), 0.0)
+        if self._num_adapters:
+            self.now += math.copysign(counted, after - before) * weight / self._weight
 
     def catch_up(self, level: float) -> None:
         self.now = max(self.now, level)

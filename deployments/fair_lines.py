@@ -23,7 +23,13 @@ class Account:
         self.prompts: set[Sequence] = set()  # that run and are not computed whole
         self.num_waiting = 0
         self.num_running = 0
-        self.is_active = False  # something of it runs, or waits for more than its adapter
+        self.is_sated = False  # it only decodes, and takes less than its share
+        self.is_active = False  # the clock counts it
+
+    @property
+    def stands_in_line(self) -> bool:
+        """Something of it waits for more than its adapter."""
+        return any(line.entry for line in self.lines.values())
 
 
 class Line:

@@ -20,6 +20,7 @@ from loray.deployments.fair_lines import Account, Lane, Line
 from loray.deployments.sequence import Sequence
 
 MAX_CLOSED = 10_000
+MAX_CREDIT = 2048  # tokens
 NUM_CLOSED_LOOKED_AT = 8  # whenever an adapter's last request ends
 
 
@@ -66,13 +67,15 @@ class FairQueue:
 
     def charge(self, sequence: Sequence, num_tokens: int) -> None:
         account = self._account_of(sequence)
-        if account.served < account.began or account.served >= self._clock.now:  # it has a head start, or is ahead; else it catches up
-            self._clock.advance(num_tokens)
-        account.served += num_tokens / account.weight
-        if sequence.num_computed >= sequence.num_prompt:
+        before, account.served = account.served, account.served + num_tokens / account.weight
+        self._clock.advance(before, account.served, account.began, account.weight)
+        if sequence.num_to_compute <= 1:
             account.prompts.discard(sequence)
-        if not account.prompts and not account.num_waiting:  # it is served all that it asks for
-            account.served = max(account.served, self._start(account, 0))
+        if not account.prompts and not account.stands_in_line:  # it is served all that it asks for
+            start = self._start(account, 0)
+            account.is_sated = account.served < start
+            account.served = max(account.served, start)
+            self._count_active(account)
 
     def refund(self, sequence: Sequence, num_tokens: int) -> None:
         """What was charged for a row that is not computed after all."""
@@ -112,9 +115,10 @@ class FairQueue:
     def take(self, sequence: Sequence) -> None:
         """It waits no longer, it runs."""
         account = self._account_of(sequence)
-        self._count_running(account, 1)
         account.prompts.add(sequence)
+        self._count_running(account, 1)
         self._latest = account
+        self._clock.catch_up(account.served)
         self._remove(sequence)
         line = account.lines.get(sequence.adapter)
         if line:
@@ -180,7 +184,7 @@ class FairQueue:
         level = min(self._fronts(), default=self._latest.served if self._latest else 0.0)  # of those that wait, or that started last
         self._clock.catch_up(level)
         account.began = max(account.served, self._clock.now - account.credit)
-        account.served = max(account.served, self._start(account, sequence.num_prompt))
+        account.served = max(account.served, self._start(account, sequence.num_tokens))
 
     def wake_loaded(self) -> None:
         """Adapters that have become ready since the last call get in line, and so do sequences whose grammars have."""
@@ -189,7 +193,7 @@ class FairQueue:
             self.add(sequence)
         for line in [line for line in self._loading if line.adapter and (line.adapter.is_ready or line.adapter.page_ids)]:
             del self._loading[line]
-            if not any(other.entry for other in line.account.lines.values()):
+            if not line.account.stands_in_line:
                 self._lift(line.account, line.head)
             self._lane_of(line).push(line)
             self._count_active(line.account)
@@ -258,7 +262,7 @@ class FairQueue:
 
     def _insert(self, sequence: Sequence) -> None:
         account = self._account_of(sequence)
-        if not account.num_waiting:
+        if not account.stands_in_line:
             self._lift(account, sequence)
         line = account.lines.get(sequence.adapter)
         if line is None:
@@ -273,14 +277,15 @@ class FairQueue:
     def _remove(self, sequence: Sequence) -> None:
         account = self._account_of(sequence)
         line = account.lines[sequence.adapter]
+        stood_in_line = account.stands_in_line
         del line.sequences[sequence]
         if not line.sequences:
             line.entry = None
             self._loading.pop(line, None)
             del account.lines[sequence.adapter]
         account.num_waiting -= 1
-        if not account.num_waiting:
-            account.credit = max(self._clock.now - max(account.served, account.began), 0.0)
+        if stood_in_line and not account.stands_in_line:
+            account.credit = min(max(self._clock.now - max(account.served, account.began), 0.0), MAX_CREDIT / account.weight)
         self._count_waiting(sequence, -1)
         self._count_active(account)
 
@@ -301,8 +306,10 @@ class FairQueue:
         self._count_active(account)
 
     def _count_active(self, account: Account) -> None:
-        """The clock goes by those that run, or wait for more than their adapter."""
-        is_active = account.num_running > 0 or any(line not in self._loading for line in account.lines.values())
-        if is_active != account.is_active:
-            account.is_active = is_active
-            (self._clock.count if is_active else self._clock.discount)(account.weight)
+        """The clock goes by those that stand in line, and those that run and take their share."""
+        is_active = bool(account.prompts) or account.stands_in_line or (account.num_running > 0 and not account.is_sated)
+        if is_active and not account.is_active:
+            self._clock.count(account.weight)
+        elif account.is_active and not is_active:
+            self._clock.discount(account.weight)
+        account.is_active = is_active

@@ -112,5 +112,6 @@ class Server:
 
     def assert_empty(self) -> None:
         assert not self.scheduler.running and not self.scheduler.waiting and not self.scheduler._preempted
+        assert self.scheduler.waiting._clock._num_adapters == 0
         assert self.scheduler.blocks.num_used == 0
         assert self.scheduler.adapters.num_references == 0

@@ -29,7 +29,7 @@ def test_a_place_is_taken_from_the_adapter_that_holds_most_for_its_weight_unless
 
 def test_as_many_adapters_leave_the_pool_as_it_takes_and_only_those_that_are_ahead() -> None:
     queue = NamedQueue()
-    running = [queue.arrive(name, name) for name in ("a", "b", "c", "d")]
+    running = [queue.arrive(name, name, num_prompt=2) for name in ("a", "b", "c", "d")]
     starved = queue.arrive("starved", "starved")
     for sequence, num_tokens in zip(running, (40, 30, 20, 10), strict=True):
         queue.start(sequence, num_tokens)
@@ -48,7 +48,7 @@ def test_as_many_adapters_leave_the_pool_as_it_takes_and_only_those_that_are_ahe
 
 def test_each_that_waits_for_pages_has_others_leave_until_none_is_ahead_of_it() -> None:
     queue = NamedQueue()
-    running = [queue.arrive(name, name) for name in ("a", "b", "c", "d")]
+    running = [queue.arrive(name, name, num_prompt=2) for name in ("a", "b", "c", "d")]
     first, second, third, last = (queue.arrive(name, name) for name in ("first", "second", "third", "last"))
     for sequence, num_tokens in zip(running, (40, 30, 20, 10), strict=True):
         queue.start(sequence, num_tokens)
