@@ -3,7 +3,8 @@
 A virtual clock, as of fair queueing, in tokens divided by weight: a computed token advances it by the share of one adapter of weight 1.
 So ever new adapters, each of which has its turn before those that are always here, begin ahead of these as soon as they got less than
 their share; what these are served then, they catch up by, and it does not advance. So they get about half of their share at the least,
-and more the more adapters there are. Nor does it lag behind the least served of those that wait: what others did not want was no share of theirs.
+and more the more adapters there are. Nor does it lag behind the least served of those that wait when one begins to: what others did not
+want was no share of theirs.
 """
 
 import math
