@@ -12,12 +12,6 @@ import math
 MIN_HEAD_START, MAX_HEAD_START = 64, 512  # tokens
 
 
-def head_start(num_prompt: int, weight: float) -> float:
-    """Of an adapter of the weight, before the clock, when so long a prompt comes: with its tokens, it has been served as much as others.
-    Those who are always here had better wait for it than halve its pace; but not for a very long one."""
-    return min(max(num_prompt, MIN_HEAD_START), MAX_HEAD_START) / weight
-
-
 class FairClock:
     def __init__(self) -> None:
         self.now = 0.0
@@ -33,6 +27,12 @@ class FairClock:
         """It has no more."""
         self._num_adapters -= 1
         self._weight = self._weight - weight if self._num_adapters else 0.0  # so that errors of rounding don't add up
+
+    def head_start(self, num_prompt: int, weight: float) -> float:
+        """Of an adapter of the weight, before the clock, when so long a prompt comes: with its tokens, it is where others are. Those who
+        are always here had better wait for it than halve its pace; but not for a very long one, nor the longer the less it weighs."""
+        mean = self._weight / self._num_adapters if self._num_adapters else weight
+        return min(max(num_prompt, MIN_HEAD_START), MAX_HEAD_START) / max(weight, mean)
 
     def advance(self, before: float, after: float, began: float, weight: float) -> None:
         """An adapter was served so much before and after a step, or before and after it was taken back. What counts is its head start, up

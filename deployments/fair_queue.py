@@ -15,7 +15,7 @@ from collections.abc import Iterator, Mapping
 from itertools import islice
 
 from loray.deployments.adapters import Adapter
-from loray.deployments.fair_clock import MAX_HEAD_START, FairClock, head_start
+from loray.deployments.fair_clock import MAX_HEAD_START, FairClock
 from loray.deployments.fair_lines import Account, Lane, Line
 from loray.deployments.sequence import Sequence
 
@@ -73,7 +73,7 @@ class FairQueue:
             account.prompts.discard(sequence)
         if not account.prompts and not account.stands_in_line:  # it is served all that it asks for
             start = self._start(account, 0)
-            account.is_sated = account.served < start
+            account.is_sated = account.served < start or (account.is_sated and account.served < self._clock.now)
             account.served = max(account.served, start)
             self._count_active(account)
 
@@ -118,11 +118,11 @@ class FairQueue:
         account.prompts.add(sequence)
         self._count_running(account, 1)
         self._latest = account
-        self._clock.catch_up(account.served)
         self._remove(sequence)
         line = account.lines.get(sequence.adapter)
         if line:
             self._lane_of(line).push(line)  # it may be in the pool from now on
+        self._clock.catch_up(min([account.served, *self._fronts()]))
 
     def put_back(self, sequence: Sequence) -> None:
         """It runs no longer, and waits ahead of those of its version that came later."""
@@ -153,6 +153,7 @@ class FairQueue:
         weight_by_id = self._weights.get(adapter.adapter_id, 1.0) if adapter else 1.0
         account = self._closed.pop(name, None) or Account(name, self._weights.get(adapter_name(adapter), weight_by_id), served)
         account.served = max(account.served, served)
+        account.is_sated = False
         self._accounts[name] = account
         return account
 
@@ -172,12 +173,12 @@ class FairQueue:
 
     def _is_forgotten(self, account: Account) -> bool:
         """Whether it would begin like a new one, whatever prompt comes."""
-        credit = head_start(MAX_HEAD_START, account.weight)
+        credit = self._clock.head_start(MAX_HEAD_START, account.weight)
         return account.credit <= credit and account.served <= self._clock.now - credit
 
     def _start(self, account: Account, num_prompt: int) -> float:
         """What an adapter is at least taken to have been served when it begins to wait with so long a prompt."""
-        return self._clock.now - max(head_start(num_prompt, account.weight), account.credit)
+        return self._clock.now - max(self._clock.head_start(num_prompt, account.weight), account.credit)
 
     def _lift(self, account: Account, sequence: Sequence) -> None:
         """Of an adapter that begins to wait, with this sequence."""

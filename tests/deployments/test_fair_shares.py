@@ -21,7 +21,7 @@ def test_a_place_is_taken_from_the_adapter_that_holds_most_for_its_weight_unless
         queue.start(sequence)
     queue.charge(running[4], 1000)  # of heavy
     assert victim_of_arrival(taker, 1, num_slots, 0, running, queue) is running[-1], "the youngest of light"
-    queue.charge(taker, 10)
+    queue._account_of(taker).served = queue.served(running[-1]) + 10
     assert victim_of_arrival(taker, 1, num_slots, 9, running, queue) is None
     assert victim_of_arrival(taker, 1, num_slots, 10, running, queue) is running[-1]
     assert victim_of_arrival(taker, 3, num_slots, 10, running, queue) is None, "it would hold more than half as much"
