@@ -70,12 +70,12 @@ def _attend_paged(q: Tensor, layer: LayerKV, work: PagedWork, prompts: PromptWor
     parts = [_attend_decodes(q, layer, work, scoring)] if count else []
     if prompts is not None:
         kv = PagedKV(layer.blocks, work.block_table[count:], work.context_lens[count:], layer.scales)
-        parts.append(_attend_prompts(q[count:], kv, prompts, scoring))
+        parts.append(_attend_prompts(q[count:], kv, prompts, scoring, work.may_copy))
     return parts[0] if len(parts) == 1 else torch.cat(parts)
 
 
-def _attend_prompts(q: Tensor, kv: PagedKV, prompts: PromptWork, scoring: Scoring) -> Tensor:
-    if backend(q.device, q.dtype, kv.cache.dtype, q.shape[2], scoring) not in (FLASH_ATTN, TORCH_VARLEN):
+def _attend_prompts(q: Tensor, kv: PagedKV, prompts: PromptWork, scoring: Scoring, may_copy: bool) -> Tensor:
+    if not may_copy or backend(q.device, q.dtype, kv.cache.dtype, q.shape[2], scoring) not in (FLASH_ATTN, TORCH_VARLEN):
         return paged_prefill(q, kv, prompts, scoring)
     keys, values = gather_prefix(kv.cache, kv.block_table, prompts.first_keys, prompts.num_keys)
     return varlen_attention(q, keys, values, prompts, scoring)

@@ -48,6 +48,7 @@ class PagedWork:
     block_table: Tensor  # [num_seqs, max_blocks] int32
     context_lens: Tensor  # [num_seqs] int32; 0 = no sequence at all
     prompts: PromptWork | tuple[AttentionGroup, ...] | None  # of the other sequences; in groups on a CPU
+    may_copy: bool = False  # whether there is room for the prompts' keys and values one after another
 
 
 AttentionWork = tuple[AttentionGroup, ...] | PagedWork  # of one step: paged on a GPU, and decodes on a CPU where native.c can

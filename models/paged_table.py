@@ -10,6 +10,7 @@ from torch import Tensor
 from loray.kernels.attention import PromptWork
 from loray.models.batch import PagedWork
 from loray.models.layout import Layout
+from loray.models.runner_sizes import RunnerSizes
 from loray.models.slots import Slots
 from loray.models.step import Admission, Row
 from loray.models.to_device import upload
@@ -18,9 +19,9 @@ Ints = NDArray[np.int64]
 
 
 class PagedTable:
-    def __init__(self, slots: Slots, block_size: int, device: torch.device) -> None:
+    def __init__(self, slots: Slots, sizes: RunnerSizes, device: torch.device) -> None:
         self._slots = slots
-        self._block_size = block_size
+        self._block_size, self._most_copied_keys = sizes.block_size, sizes.most_copied_keys
         # One row more, for rows of a batch that are nobody's.
         self.blocks = torch.zeros(len(slots.block_table) + 1, slots.block_table.shape[1], dtype=torch.int32, device=device)
 
@@ -44,7 +45,8 @@ class PagedTable:
         slots, context_lens = self._upload(np.stack((layout.slots, layout.context_lens)))
         table = self.blocks[:, :max_blocks].index_select(0, slots)
         prompts = self._prompts(layout.num_tokens[num_decodes:], layout.context_lens[num_decodes:])
-        return PagedWork(num_decodes, table, context_lens.int(), prompts)
+        may_copy = prompts is not None and prompts.num_keys <= self._most_copied_keys
+        return PagedWork(num_decodes, table, context_lens.int(), prompts, may_copy)
 
     def _prompts(self, num_tokens: Ints, context_lens: Ints) -> PromptWork | None:
         if not len(num_tokens):

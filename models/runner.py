@@ -84,7 +84,7 @@ class Runner:
         self._slots = Slots.empty(sizes.max_running, max_blocks=-(-sizes.max_total_tokens // sizes.block_size) + 1)
         # One column more: a row that runs one step beyond its end samples a token nobody reads. One row more, for rows of nobody.
         self._tokens = torch.zeros(sizes.max_running + 1, sizes.max_total_tokens + 1, dtype=torch.int32, device=device)
-        self._table = PagedTable(self._slots, sizes.block_size, device) if uses_triton(device) else None
+        self._table = PagedTable(self._slots, sizes, device) if uses_triton(device) else None
         attention = self._table or GroupPlanner(self._slots, sizes.block_size, dtype, device, self._model.windows)
         self._planner = Planner(self._tokens, attention, self._lora.specials, dtype)
         self._pooler = Pooler()

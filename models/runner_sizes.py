@@ -10,6 +10,11 @@ class RunnerSizes:
     block_size: int = 16
     max_batch_tokens: int = 2048  # of a step
 
+    @property
+    def most_copied_keys(self) -> int:
+        """Of a step's prompts, out of their blocks. Those that many share would be copied for each; more are read where they lie."""
+        return max(self.max_total_tokens, self.max_batch_tokens)
+
 
 @dataclass(frozen=True, slots=True)
 class RunnerOptions:

@@ -35,7 +35,8 @@ def warm_up_steps(limits: StepLimits) -> list[Step]:
         for page_ids in adapters
         for num_tokens in lengths
     ]
-    return [*_prompts(limits), *embeddings, _most_rows(limits), _most_tokens(adapters[-1] if adapters else [], limits)]
+    most_keys = _most_tokens(adapters[-1] if adapters else [], limits)
+    return [*_prompts(limits), *embeddings, _most_rows(limits), *_many_that_share(limits), most_keys]
 
 
 def _prompts(limits: StepLimits) -> Iterator[Step]:
@@ -65,14 +66,25 @@ def _most_rows(limits: StepLimits) -> Step:
 
 
 def _most_tokens(page_ids: list[int], limits: StepLimits) -> Step:
-    """The last tokens of sequences that are as long as they may be. The keys before them are whatever lies in their blocks."""
-    num_new = min(limits.sizes.max_batch_tokens, limits.longest)
+    """The last tokens of as many as have the most keys that are copied."""
+    sizes = limits.sizes
+    count = min(sizes.max_running, sizes.max_batch_tokens, sizes.most_copied_keys // limits.longest)
+    return _longest(count, min(limits.longest, sizes.max_batch_tokens // count), page_ids, limits)
+
+
+def _many_that_share(limits: StepLimits) -> Iterator[Step]:
+    """The last tokens of so many that all have too many keys to be copied, if there may be so many."""
+    num_new = limits.longest % limits.sizes.block_size + limits.sizes.block_size
+    count = limits.sizes.most_copied_keys // limits.longest + 1
+    if num_new <= limits.longest and count <= limits.sizes.max_running and count * num_new <= limits.sizes.max_batch_tokens:
+        yield _longest(count, num_new, [], limits)
+
+
+def _longest(count: int, num_new: int, page_ids: list[int], limits: StepLimits) -> Step:
+    """New tokens of sequences as long as they may be, which all lie in the same blocks. The keys before them are whatever lies there."""
     num_cached = (limits.longest - num_new) // limits.sizes.block_size  # blocks
-    size = num_cached - (-num_new // limits.sizes.block_size)
-    admissions, rows = [], []
-    for slot in range(min(limits.sizes.max_running, limits.sizes.max_batch_tokens // num_new, limits.num_blocks // size)):
-        block_ids = list(range(slot * size, (slot + 1) * size))
-        num_computed = num_cached * limits.sizes.block_size
-        admissions.append(Admission(slot, [0] * (num_computed + num_new), block_ids[:num_cached], num_computed, page_ids, Sampling()))
-        rows.append(Row(slot, num_new, block_ids[num_cached:], True))
-    return Step(0, [], admissions, rows)
+    block_ids = list(range(num_cached - (-num_new // limits.sizes.block_size)))
+    num_computed = num_cached * limits.sizes.block_size
+    token_ids = [0] * (num_computed + num_new)
+    admissions = [Admission(slot, token_ids, block_ids[:num_cached], num_computed, page_ids, Sampling()) for slot in range(count)]
+    return Step(0, [], admissions, [Row(slot, num_new, block_ids[num_cached:], True) for slot in range(count)])

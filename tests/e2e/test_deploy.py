@@ -105,7 +105,7 @@ def test_a_good_config_is_served_and_a_bad_one_is_refused_by_field_while_the_old
         mistake = {field.partition(".")[0]: value}
         deploy(**mistake)
         wait_for(lambda: cluster.status().get("status") == "DEPLOY_FAILED", "refused")
-        assert ("need 1 GPUs" if field == "device" else field) in cluster.printed_status()["message"]
+        assert ("need 1 GPUs" if field == "device" else field) in cluster.status()["message"]
         assert generates(), "the old version goes on serving"
     deploy(scheduler={"max_running": 7}, limits={"max_concurrent_requests": 7})
     wait_for(lambda: cluster.status().get("status") == "RUNNING", "running again")

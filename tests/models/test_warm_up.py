@@ -120,7 +120,7 @@ def test_mixes_of_adapters_bring_no_kernel_that_was_not_compiled_at_the_start(
         (4096, 2048, 1000, [(2048, 4096)]),
         (100, 2048, 1000, [(100, 100)] * 8),  # as many as may run
         (100, 300, 1000, [(100, 100)] * 3),
-        (4096, 2048, 10, [(160, 160)]),
+        (4096, 2048, 10, [(160, 160)] * 8),  # they share what they have
         (4096, 5, 1000, [(5, 4085)]),  # whole blocks lie before
     ],
 )
@@ -130,7 +130,7 @@ def test_the_last_step_has_the_most_tokens_over_the_longest_sequences(
     *_, step = warm_up_steps(StepLimits(RunnerSizes(8, max_total_tokens, 16, max_batch_tokens), num_blocks, num_pages=2))
     assert [(row.num_tokens, len(a.token_ids)) for row, a in zip(step.rows, step.admissions, strict=True)] == expected
     held = [block for row, a in zip(step.rows, step.admissions, strict=True) for block in (*a.block_ids, *row.new_block_ids)]
-    assert len(held) == len(set(held)) <= num_blocks
+    assert len(set(held)) <= num_blocks
 
 
 @pytest.mark.parametrize(
