@@ -23,7 +23,7 @@ import aiohttp
 from ray import serve
 
 from benchmarks.adapters_server import APP, Served, cluster, serving
-from benchmarks.engine_load import Load
+from benchmarks.engine_load import Load, answer_tokens
 from benchmarks.environment import environment
 from benchmarks.gpu_decode import Bench, page_bytes
 from benchmarks.llama_8b import NUM_PROMPT, POOL_PAGES, make
@@ -34,11 +34,6 @@ NUM_STREAMS, NUM_REQUESTS = 64, 512
 NUM_RUNS = 3
 MAX_INGRESSES = 4  # of which each has an interpreter's lock of its own
 SETTLE_S = 90.0  # of traffic until Serve has as many ingresses as it wants: it looks back for 30 s, waits for 30 s, and starts them
-
-
-def num_tokens(number: int) -> int:
-    """Of a request's answer: 64 to 192, 128 on average."""
-    return 64 + 37 * number % 129
 
 
 class Utilisation:
@@ -71,15 +66,15 @@ async def clients(url: str, num_requests: int, run: str) -> float:
     async def client(session: aiohttp.ClientSession) -> None:
         for number in numbers:
             prompt = f"{run}.{number}. ".ljust(NUM_PROMPT, "x")  # a token for each byte: no two have their first block in common
-            body = {"inputs": prompt, "parameters": {"max_new_tokens": num_tokens(number), "ignore_eos_token": True}}
+            body = {"inputs": prompt, "parameters": {"max_new_tokens": answer_tokens(number), "ignore_eos_token": True}}
             async with session.post(f"{url}/generate_stream", json=body) as response:
                 answer = await response.read()
-                assert response.status == 200 and answer.count(b'"token":') == num_tokens(number), answer[-500:]
+                assert response.status == 200 and answer.count(b'"token":') == answer_tokens(number), answer[-500:]
 
     async with aiohttp.ClientSession(connector=aiohttp.TCPConnector(limit=0), timeout=aiohttp.ClientTimeout(total=300)) as session:
         started = time.perf_counter()
         await asyncio.gather(*(client(session) for _ in range(NUM_STREAMS)))
-        return sum(map(num_tokens, range(num_requests))) / (time.perf_counter() - started)
+        return sum(map(answer_tokens, range(num_requests))) / (time.perf_counter() - started)
 
 
 def through_http(model: Path, min_ingresses: int) -> dict[str, Any]:
@@ -117,8 +112,8 @@ def engine_alone(model: Path, adapters: Path) -> dict[str, Any]:
     defaults = ServerArgs.model_validate({"model": {"id": str(model)}})  # as the application has them
     bench = Bench(model, adapters, POOL_PAGES, page_bytes(), "cuda", defaults.scheduler.max_batch_tokens, defaults.model.max_total_tokens)
     load = Load(bench)
-    load.run([""] * NUM_STREAMS, NUM_STREAMS, num_tokens)
-    rates = [load.run([""] * NUM_REQUESTS, NUM_STREAMS, num_tokens)["tokens_per_s"] for _ in range(NUM_RUNS)]
+    load.run([""] * NUM_STREAMS, NUM_STREAMS, answer_tokens)
+    rates = [load.run([""] * NUM_REQUESTS, NUM_STREAMS, answer_tokens)["tokens_per_s"] for _ in range(NUM_RUNS)]
     bench.stop()
     return {"engine_tokens_per_s": statistics.median(rates), "engine_tokens_per_s_of_all_runs": rates}
 

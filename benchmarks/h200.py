@@ -14,7 +14,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from benchmarks.environment import environment
+from benchmarks.environment import commit, environment
 from benchmarks.gpu_decode import PREFILL_ROWS
 from benchmarks.svg_plot import Line, plot
 
@@ -45,10 +45,10 @@ Steps = dict[tuple[int, int], float]  # (rows, adapters) -> milliseconds a step
 
 
 class Parts:
-    """Runs each part of the whole in a process of its own, unless its results are there from a run that was cut."""
+    """Runs each part of the whole in a process of its own, unless its results are there from a run of the same commit that was cut."""
 
     def __init__(self, folder: Path) -> None:
-        self._folder = folder / "parts"
+        self._folder = folder / f"parts-{commit()}"
         self._folder.mkdir(parents=True, exist_ok=True)
 
     def run(self, name: str, *command: str, **variables: str) -> Any:

@@ -26,6 +26,7 @@ logger = logging.getLogger("ray.serve.loray")
 
 MAX_REMEMBERED = 10_000  # validated versions, and refused ones
 REFUSED_S = 10.0
+NUM_TRIES = 5  # of reading files that are replaced
 
 
 class AdapterFiles:
@@ -48,11 +49,10 @@ class AdapterFiles:
     def check(self, adapter_id: str, path: Path) -> Adapter:
         """The folder as an adapter. Its files are read only when they are not those of the last time."""
         with _errors_of(adapter_id, path.name):
-            files = signature(path)
-            known = self._known(path, files)
+            known = self._known(path, signature(path))
             if known is None:
                 with self._validating.only_one(str(path)):  # else many would read the same new files at once
-                    known = self._known(path, files) or self._validate(adapter_id, path, files)
+                    known = self._read(adapter_id, path)
         return dataclasses.replace(known, adapter_id=adapter_id, page_ids=[])
 
     def check_sizes(self, adapter_id: str, sizes: Mapping[str, int]) -> None:
@@ -131,6 +131,16 @@ class AdapterFiles:
         roots = ", ".join(f"{root.parent.name}/{root.name}" for root in self._roots)
         raise AdapterNotFound(f"adapter {adapter_id!r} is not in any of the folders this server reads ({roots})")
 
+    def _read(self, adapter_id: str, path: Path) -> Adapter:
+        """Anew where the files were replaced meanwhile: what was read then may be of these, its signature of those."""
+        for _ in range(NUM_TRIES):
+            files = signature(path)
+            adapter = self._known(path, files) or self._validate(adapter_id, path, files)
+            if signature(path) == files:
+                self._remember(adapter)
+                return adapter
+        raise AdapterError("its files are replaced again and again while they are read; try again")
+
     def _validate(self, adapter_id: str, path: Path, files: str) -> Adapter:
         if reason := self._refused.get((str(path), files)):
             raise AdapterError(reason)
@@ -142,9 +152,7 @@ class AdapterFiles:
         num_pages = self._room.pages_for(adapter_id, spec.rank, spec.extra_bytes)  # before the weights are read
         rank = max((lora.rank for lora in spec.modules.values()), default=spec.rank)  # also of those beyond the pages
         version = content_hash(path)
-        adapter = Adapter(adapter_id, version, str(path), num_pages, signature=files, rank=rank, extra_bytes=spec.extra_bytes)
-        self._remember(adapter)
-        return adapter
+        return Adapter(adapter_id, version, str(path), num_pages, signature=files, rank=rank, extra_bytes=spec.extra_bytes)
 
     def _remember(self, adapter: Adapter) -> None:
         with self._lock:

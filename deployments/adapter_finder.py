@@ -194,7 +194,7 @@ class AdapterFinder:
         parts: list[Adapter] = []
         with ExitStack() as kept:
             for part in refs:
-                parts.append(await self._found(part))
+                parts.append(await self.find(part))  # goes on without this merge, and is joined by the next
                 kept.enter_context(self._needed(parts[-1]))  # one part's download must not evict another
             loop = asyncio.get_running_loop()
             merged = await loop.run_in_executor(self._readers, lambda: self._store.held_merge(ref, parts))

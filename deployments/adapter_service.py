@@ -101,6 +101,7 @@ class AdapterService:
     def counted(self, ref: AdapterRef, adapter: Adapter) -> Iterator[Callable[[str], None]]:
         """Around one request of an adapter that was found; what it yields is told how the request ended."""
         use, began = self._use(ref), time.monotonic()
+        use.adapter = use.adapter or adapter  # what was unloaded since it was found is in use again
         use.num_running += 1
 
         def ended(error: str) -> None:

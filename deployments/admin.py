@@ -19,7 +19,8 @@ from loray.deployments.request import SOURCES, AdapterRef
 from loray.deployments.service import Service
 
 LOAD_S = 600.0  # a download may take as long
-LOOK_S = 0.2  # between two looks at a load
+LOOK_S = 0.2  # between two looks at a load, each at all adapters
+LOOK_SHARE = 0.1  # of the time that it has taken, where that is longer
 GONE_S = 10.0  # without any replica that knows of a load; a report may be a few seconds old
 STANDING = {"loading": 1, "known": 2, "failed": 3, "unloading": 4}  # which of several by one name is meant: rather one that is loaded
 
@@ -112,8 +113,7 @@ class AdapterAdmin:
 
     async def _wait_until_loaded(self, ref: AdapterRef) -> None:
         """ref: as the change has settled it; others by its name, of other sources and revisions, have their own fate."""
-        now = last_seen = time.monotonic()
-        deadline = now + LOAD_S
+        began = last_seen = time.monotonic()
         while True:
             by_replica = await self._backend.adapter_statuses()
             loads = [[status for status in statuses if _is_of(ref, status)] for statuses in by_replica.values()]
@@ -124,9 +124,9 @@ class AdapterAdmin:
             last_seen = now if any(loads) else last_seen
             if now - last_seen > GONE_S:
                 raise AdapterFailed(f"adapter {ref.adapter_id!r} is not being loaded any more: it was changed again meanwhile")
-            if now > deadline:
+            if now > began + LOAD_S:
                 raise Unhealthy(f"adapter {ref.adapter_id!r} is still being loaded after {LOAD_S:.0f} s")
-            await asyncio.sleep(LOOK_S)
+            await asyncio.sleep(max(LOOK_S, LOOK_SHARE * (now - began)))
 
     async def _known(self, adapter_id: str) -> list[AdapterStatus]:
         versions = await self._versions(adapter_id)

@@ -137,9 +137,8 @@ class Engine:
         for address in self._tokens.lost():
             self._abort_all(address)
         self._end_late(time.monotonic())
-        for adapter in self._scheduler.waiting.next_adapters(NUM_PREFETCHED):
-            if not adapter.is_ready:
-                self._tiers.host.want(adapter)
+        wanted = self._scheduler.waiting.next_adapters(NUM_PREFETCHED)
+        self._tiers.host.want_again(adapter for adapter in wanted if not adapter.is_ready)
         seconds_to_plan = self._seconds_to_plan()
         while len(self._in_flight) < STEPS_IN_FLIGHT and not seconds_to_plan and self._send_next():
             seconds_to_plan = self._seconds_to_plan()

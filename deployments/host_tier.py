@@ -68,7 +68,7 @@ class HostTier:
             self._entries.move_to_end(adapter.host_copy)
             return
         adapter.is_ready = False
-        if adapter.page_ids or not self._is_next(adapter):
+        if adapter.page_ids or (self._is_room_kept and adapter is not self._next):
             return
         if not self._make_room(self._most_bytes(adapter)):
             self._next = adapter
@@ -78,6 +78,13 @@ class HostTier:
         self.num_bytes += entry.num_bytes
         adapter.is_in_host, adapter.error = True, ""
         self._prepares.append(adapter.host_copy)
+
+    def want_again(self, adapters: Iterable[Adapter]) -> None:
+        """Those that may have found no room. The one that all others wait for is tried first, wherever it stands in line."""
+        if self._next and self._is_room_kept:
+            self.want(self._next)
+        for adapter in adapters:
+            self.want(adapter)
 
     def arrived(self, copy: HostCopy, num_bytes: int, seconds: float) -> Adapter:
         """All ranks have it, after so many seconds of reading."""
@@ -119,10 +126,10 @@ class HostTier:
         """What the other pinned adapters may take for good, wherever they are now."""
         return sum(self.bytes_of(other) or self._most_bytes(other) for other in pinned if other is not adapter)
 
-    def _is_next(self, adapter: Adapter) -> bool:
+    @property
+    def _is_room_kept(self) -> bool:
         """Room that comes free is kept for the first that found none, else small ones would pass a large one forever."""
-        is_waiting = self._next and self._next.references > 0 and not self._next.page_ids
-        return not is_waiting or adapter is self._next
+        return self._next is not None and self._next.references > 0 and not self._next.page_ids
 
     def _make_room(self, num_bytes: int) -> bool:
         missing = self.num_bytes + num_bytes - self.max_bytes

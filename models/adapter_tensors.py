@@ -1,7 +1,9 @@
 """One rank's part of an adapter in host memory: read from a PEFT folder, cut and scaled as the rank wants it. Knows no pages."""
 
 from collections.abc import Iterator, Mapping
+from contextlib import nullcontext
 from dataclasses import dataclass
+from functools import cache
 from math import prod
 from pathlib import Path
 from typing import Literal, NamedTuple
@@ -46,7 +48,7 @@ class RankAdapter:
     values: Tensor  # [elements] all matrices one after another, pinned where there is a GPU
     shapes: dict[tuple[str, str], tuple[int, int]]  # in values, in this order: (module path, "a" | "b" | "rows") -> shape
     vectors: dict[tuple[str, Vector], Tensor]  # [width] float32, by module path
-    squares: dict[str, Tensor]  # DoRA: [width] float32 on the device, ||W + scale * B A||² of each row over this rank's inputs
+    squares: dict[str, Tensor]  # DoRA: [width] float32, ||W + scale * B A||² of each row over this rank's inputs
 
     @property
     def has_pages_only(self) -> bool:
@@ -54,7 +56,6 @@ class RankAdapter:
 
     @property
     def num_bytes(self) -> int:
-        """Of the host, and on a GPU of what is kept there for as long."""
         return self.values.nbytes + sum(tensor.nbytes for tensor in (*self.vectors.values(), *self.squares.values()))
 
     def matrices(self, device: torch.device) -> dict[tuple[str, str], Tensor]:
@@ -80,7 +81,7 @@ def read_rank_adapter(folder: Path, spec: AdapterSpec, targets: Mapping[str, Tar
             _check_copy(tensors[name], name, targets[path].layer)
         vectors = dict(_vectors(tensors, spec, targets))
         _check_finite(values, views, vectors, spec, max_elements)
-        squares = dict(_squares(spec, views, targets))
+        squares = _squares(spec, views, targets)
     except (OSError, KeyError, RuntimeError, ValueError) as error:  # also: another file than the one just checked
         raise AdapterError(f"adapter {folder.name!r}: {WEIGHTS_FILE} cannot be read: {error}") from error
     except AdapterError as error:
@@ -169,14 +170,29 @@ def _vectors(tensors: FileTensors, spec: AdapterSpec, targets: Mapping[str, Targ
         yield (path, "bias"), read(path, name)
 
 
-def _squares(spec: AdapterSpec, views: dict[tuple[str, str], Tensor], targets: Mapping[str, Target]) -> Iterator[tuple[str, Tensor]]:
-    """Costs as much as a forward pass over as many tokens as the adapter has ranks, so it is done before the pages are filled."""
-    for path, module in spec.modules.items():
-        if module.magnitude_name:
-            layer = targets[path].layer
-            assert not isinstance(layer, HostedLinear), "DoRA is refused on a model that transformers runs"
-            a, b = (views[path, side].to(layer.weight.device, layer.weight.dtype) for side in ("a", "b"))
-            yield path, layer.row_squares(targets[path].number, a, b)
+def _squares(spec: AdapterSpec, views: dict[tuple[str, str], Tensor], targets: Mapping[str, Target]) -> dict[str, Tensor]:
+    """Costs as much as a forward pass over as many tokens as the adapter has ranks, so it is done before the pages are filled, and on a
+    GPU on a stream of its own: steps don't wait for it, nor it for them."""
+    paths = [path for path, module in spec.modules.items() if module.magnitude_name]
+    if not paths:
+        return {}
+    device = targets[paths[0]].layer.weight.device
+    with torch.cuda.stream(_stream(device)) if device.type == "cuda" else nullcontext():
+        found = [_squares_of(targets[path], views[path, "a"], views[path, "b"]) for path in paths]
+        squares = torch.cat(found).cpu()
+    return dict(zip(paths, squares.split([len(one) for one in found]), strict=True))
+
+
+@cache
+def _stream(device: torch.device) -> torch.cuda.Stream:
+    return torch.cuda.Stream(device)
+
+
+def _squares_of(target: Target, a: Tensor, b: Tensor) -> Tensor:
+    layer = target.layer
+    assert not isinstance(layer, HostedLinear), "DoRA is refused on a model that transformers runs"
+    a, b = (matrix.to(layer.weight.device, layer.weight.dtype) for matrix in (a, b))
+    return layer.row_squares(target.number, a, b)
 
 
 def _check_copy(tensor: Tensor, name: str, layer: Layer) -> None:

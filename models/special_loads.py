@@ -24,7 +24,11 @@ Targets = Mapping[str, Target]
 
 def fold_gains(adapter: RankAdapter, matrices: Matrices, targets: Targets, parallel: Parallel) -> dict[str, Tensor]:
     """DoRA's factor for each output, [width] float32 by module path; B in matrices is multiplied by it."""
-    squares = dict(adapter.squares)
+    if not adapter.squares:
+        return {}
+    device = targets[next(iter(adapter.squares))].layer.weight.device
+    joined = sent(torch.cat(list(adapter.squares.values())), device).split([len(square) for square in adapter.squares.values()])
+    squares = dict(zip(adapter.squares, joined, strict=True))
     summed = [path for path in squares if not isinstance(layer := targets[path].layer, HostedLinear) and layer.is_summed]
     if summed:  # one sum over the ranks for all of them
         totals = parallel.all_reduce(torch.cat([squares[path] for path in summed]))

@@ -9,6 +9,7 @@ from loray.deployments import adapter_files
 from loray.deployments.adapter_files import AdapterFiles, content_hash
 from loray.deployments.adapter_room import AdapterRoom
 from loray.deployments.errors import AdapterFailed, AdapterNotFound
+from loray.models.adapter import signature
 from tests.deployments.peft_folder import SHAPES, make_pipe, save_folder
 
 
@@ -97,6 +98,25 @@ def test_other_content_of_the_same_size_and_time_in_the_same_file_is_another_ver
     after = weights.stat()
     assert (after.st_ino, after.st_size, after.st_mtime_ns) == (before.st_ino, before.st_size, before.st_mtime_ns)
     assert files.find("small").version != first.version
+
+
+@pytest.mark.parametrize("num_times", [1, 100])
+def test_files_that_are_replaced_while_they_are_read_are_read_again(root: Path, num_times: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Else the new content would go by the old files' signature."""
+    files, seeds = AdapterFiles([root], SHAPES), iter(range(1, 1 + num_times))
+
+    def replaced(path: Path) -> str:
+        if seed := next(seeds, None):
+            save_folder(path, rank=4, seed=seed)
+        return content_hash(path)
+
+    monkeypatch.setattr(adapter_files, "content_hash", replaced)
+    if num_times > adapter_files.NUM_TRIES:
+        with pytest.raises(AdapterFailed, match="replaced again and again"):
+            files.find("small")
+    else:
+        found = files.find("small")
+        assert (found.version, found.signature) == (content_hash(root / "small"), signature(root / "small"))
 
 
 def test_a_removed_folder_is_gone(root: Path) -> None:

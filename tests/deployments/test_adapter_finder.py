@@ -321,6 +321,26 @@ def test_merges_that_nobody_waits_for_any_more_are_not_made(world: World, monkey
     asyncio.run(run())
 
 
+def test_merges_that_are_given_up_take_no_thread_each_while_a_part_of_theirs_is_downloaded(world: World) -> None:
+    async def work() -> None:
+        world.store.doors.append(door := threading.Event())
+        for number in range(20):
+            merge = asyncio.create_task(world.finder.find(merge_ref(f"merge {number}", world.ref.adapter_id, weights=(1.0,))))
+            while not world.store.num_searches:
+                await asyncio.sleep(0.01)
+            await asyncio.sleep(0)
+            merge.cancel()
+            await asyncio.wait([merge])
+        assert world.store.num_searches == 1
+        plain = asyncio.create_task(world.finder.find(world.ref))
+        await asyncio.sleep(0.01)
+        door.set()
+        assert (await plain).rank == 4 and world.store.num_searches == 1, "it joins the one that runs"
+        assert not world.finder._num_asking and not world.finder._num_waiting
+
+    run(work())
+
+
 def test_a_merge_on_disk_waits_for_none_that_is_made_and_one_name_holds_up_no_other(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
     door = threading.Event()
 

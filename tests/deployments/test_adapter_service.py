@@ -387,6 +387,21 @@ def test_what_happens_to_one_name_of_a_folder_leaves_its_other_name_alone(servic
     run(work())
 
 
+def test_what_is_unloaded_between_a_requests_search_and_its_start_can_be_unloaded_again(service: AdapterService, engine: Engine) -> None:
+    async def work() -> None:
+        admin = ReplicaAdmin(service)
+        adapter = await service.find(ref("small"))
+        await admin.change("unload", "small")
+        with service.counted(ref("small"), adapter):
+            await asyncio.wrap_future(engine.call(lambda tiers: tiers.load(adapter)))
+            assert (await statuses(service))["small"].version == adapter.version
+            await admin.change("unload", "small")
+        await gone(service, "small")
+        assert engine.stats()["adapter_host_bytes_used"] == 0
+
+    run(work())
+
+
 def test_the_other_name_of_what_is_unloaded_has_no_pin_that_nobody_gave_it(service: AdapterService, root: Path) -> None:
     async def work() -> None:
         admin, path = ReplicaAdmin(service), str(root / "small")

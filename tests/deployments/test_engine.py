@@ -454,6 +454,37 @@ def test_more_adapters_than_either_tier_holds_are_all_served(client: Client, ste
     assert stats["adapter_host_bytes_used"] <= HOST_BYTES and len(steps.prepared) == 36
 
 
+def test_one_that_found_no_room_far_back_in_line_holds_up_none_before_it(
+    client: Client, steps: RankInProcess, engine: Engine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """All others wait for the first that found no room in host memory, also those that are asked for again each turn."""
+    monkeypatch.setattr(engine_module, "NUM_PREFETCHED", 2)
+    adapters = {name: Adapter(name, name, name, 2) for name in ("a", "b", "c", "d", "e", "late")}  # host memory holds two
+    steps.slow_paths = set(adapters)
+    *early, late = adapters
+    for name in early:
+        client.submit(name, [1], adapter=adapters[name])
+    arrive(engine, steps, adapters["a"])
+    until_read(engine, adapters["c"])
+    client.submit(late, [1], adapter=adapters[late])
+    for name in ("b", "c", late, "d", "e"):
+        arrive(engine, steps, adapters[name])
+        assert client.tokens(name) == greedy(name, [1], 8)
+    client.finish("a")
+
+
+def until_read(engine: Engine, adapter: Adapter) -> None:
+    deadline = time.monotonic() + 5
+    while not engine.call(lambda tiers: tiers.host.is_loading(adapter)).result(5):
+        assert time.monotonic() < deadline, f"{adapter.adapter_id} is never read"
+        time.sleep(0.001)
+
+
+def arrive(engine: Engine, steps: RankInProcess, adapter: Adapter) -> None:
+    until_read(engine, adapter)
+    steps.prepare(adapter.host_copy)
+
+
 def test_unloading_frees_both_tiers_after_the_last_request(client: Client, steps: RankInProcess, engine: Engine) -> None:
     freed = threading.Event()
     steps.gate.clear()
