@@ -120,9 +120,9 @@ class AdapterFiles:
 
     def locate(self, adapter_id: str) -> Path:
         """Its folder, which may be no adapter. Raises AdapterNotFound."""
-        with contextlib.suppress(OSError, ValueError):  # a name that no file system can hold
-            tops = [Path(os.path.realpath(root)) for root in self._roots]
-            for root in self._roots:
+        tops = [Path(os.path.realpath(root)) for root in self._roots]
+        for root in self._roots:
+            with contextlib.suppress(OSError, ValueError):  # a name that no file system can hold, or a root that can't be read now
                 path = Path(os.path.realpath(root / adapter_id))
                 files = [Path(os.path.realpath(path / name)) for name in (CONFIG_FILE, WEIGHTS_FILE)]  # each may be a link of its own
                 is_inside = all(any(file.is_relative_to(top) for top in tops) for file in (path, *files))

@@ -6,17 +6,19 @@ Lives on the driver's event loop. Knows neither tiers nor Ray.
 import asyncio
 import hashlib
 from collections import Counter
-from collections.abc import AsyncIterator, Callable, Iterator, Set
+from collections.abc import AsyncIterator, Callable, Iterator, Sequence, Set
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager, ExitStack, asynccontextmanager, contextmanager
 from typing import Protocol, TypeVar
+
+import msgspec
 
 from loray.deployments.adapter_accounts import account_of, account_of_merge
 from loray.deployments.adapter_status import TierUse
 from loray.deployments.adapters import Adapter
 from loray.deployments.counting import counted
 from loray.deployments.errors import Overloaded
-from loray.deployments.request import AdapterRef, MergeRecipe
+from loray.deployments.request import AdapterRef
 
 T = TypeVar("T")
 
@@ -95,13 +97,13 @@ class AdapterFinder:
     async def forget(self, ref: AdapterRef) -> None:
         """Who asks from now on gets what the source has now."""
         for running in list(self._searches):
-            if ref.adapter_id in (running.adapter_id, *(running.merge.adapter_ids if running.merge else ())):
+            if ref.adapter_id in (running.adapter_id, *(part.adapter_id for part in self._parts(running))):
                 del self._searches[running]
         await self.look(lambda: self._store.forget(ref))
 
     def is_searching(self, ref: AdapterRef) -> bool:
         """Whether its source may be asked right now."""
-        return any(running.adapter_id == ref.adapter_id for running in self._searches)
+        return bool(self._searches_of(ref))
 
     def searching(self) -> list[AdapterRef]:
         """What is being downloaded, merged or looked for at its source right now."""
@@ -109,9 +111,13 @@ class AdapterFinder:
 
     async def ended(self, ref: AdapterRef) -> None:
         """Returns when those searches for it are over that run now."""
-        searches = [search for running, search in self._searches.items() if running.adapter_id == ref.adapter_id]
-        if searches:
+        if searches := self._searches_of(ref):
             await asyncio.wait(searches)
+
+    def _searches_of(self, ref: AdapterRef) -> "list[asyncio.Task[Adapter]]":
+        """Also those that write its place in another way."""
+        key = self._store.place_key(ref)
+        return [search for running, search in self._searches.items() if self._store.place_key(running) == key]
 
     async def remove(self, ref: AdapterRef, path: str = "") -> None:
         """Delete what of it is on disk and may go."""
@@ -145,7 +151,8 @@ class AdapterFinder:
 
     def _start(self, ref: AdapterRef) -> "asyncio.Task[Adapter]":
         is_joined = ref.merge is not None or not self._store.is_local(ref)  # a folder is looked at anew each time: it may have changed
-        search = asyncio.create_task(self._merged(ref, ref.merge) if ref.merge else self._found(ref))
+        parts = self._parts(ref)
+        search = asyncio.create_task(self._merged(ref, parts) if parts else self._found(ref))
         if is_joined:
             self._searches[ref] = search
         search.add_done_callback(lambda search: self._end(ref, search))
@@ -189,8 +196,13 @@ class AdapterFinder:
         """And no source need be asked, neither who may read it nor what it has now."""
         return self._store.disk_bytes(ref) > 0 and not self._store.is_private(ref) and not self._store.is_stale(ref)
 
-    async def _merged(self, ref: AdapterRef, recipe: MergeRecipe) -> Adapter:
-        refs = [AdapterRef(adapter_id=part, source=ref.source, api_token=ref.api_token) for part in recipe.adapter_ids]
+    def _parts(self, ref: AdapterRef) -> list[AdapterRef]:
+        """What it is merged of, each written as those write it who ask for it alone. Raises InvalidRequest."""
+        adapter_ids = ref.merge.adapter_ids if ref.merge else ()
+        parts = (self._store.named(AdapterRef(adapter_id=adapter_id, source=ref.source)) for adapter_id in adapter_ids)
+        return [msgspec.structs.replace(part, api_token=ref.api_token) for part in parts]
+
+    async def _merged(self, ref: AdapterRef, refs: Sequence[AdapterRef]) -> Adapter:
         parts: list[Adapter] = []
         with ExitStack() as kept:
             for part in refs:

@@ -40,10 +40,9 @@ def merge_into(cache: DiskCache, files: AdapterFiles, ref: AdapterRef, parts: Se
     with cache.staging(place.key, 2 * num_bytes + MERGE_BYTES) as folder:  # halves become float32
         try:
             merge(folders, recipe.weights, _method(recipe), shapes, folder / "merged")
-        except FilesChanged as error:
-            raise AdapterChanged(f"adapter {place.address!r}: {error}") from error
         except AdapterError as error:
-            raise AdapterFailed(f"adapter {place.address!r}: {error}") from error
+            kind = AdapterChanged if isinstance(error, FilesChanged) else AdapterFailed
+            raise kind(f"adapter {place.address!r}: {_by_id(str(error), parts)}") from error
         for part in parts:
             if files.check(part.adapter_id, Path(part.path)).signature != part.signature:
                 raise AdapterChanged(f"adapter {place.address!r}: {part.adapter_id!r} has changed while it was merged")
@@ -51,6 +50,13 @@ def merge_into(cache: DiskCache, files: AdapterFiles, ref: AdapterRef, parts: Se
         is_private = any(part.is_private for part in parts)
         path = cache.publish(place.key, folder / "merged", Entry("", version, "", is_private, ref))
     return files.check(place.address, path)
+
+
+def _by_id(reason: str, parts: Sequence[Adapter]) -> str:
+    """A download's folder is called by what is in it, which tells a caller nothing."""
+    for part in parts:
+        reason = reason.replace(repr(Path(part.path).name), repr(part.adapter_id))
+    return reason
 
 
 def _recipe(ref: AdapterRef) -> MergeRecipe:

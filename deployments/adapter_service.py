@@ -59,6 +59,7 @@ class AdapterService:
         self._replaced = ReplacedAdapters()
         self._started = time.time_ns() // 1_000_000  # as records are numbered
         self._preloaded: set[AdapterRef] = set()
+        self._retries: dict[AdapterRef, asyncio.TimerHandle] = {}  # of loads that failed
         self._tasks: set[asyncio.Task[None]] = set()
 
     async def find(self, ref: AdapterRef) -> Adapter:
@@ -204,8 +205,11 @@ class AdapterService:
         is_loaded = await logged_load(self.load(record.ref, record, is_renewed), record.ref.adapter_id)
         self._forget_failed(record.ref)
         await self._unload_replaced(record.ref.adapter_id)
+        key = self._key(record.ref)
+        if former := self._retries.pop(key, None):
+            former.cancel()
         if record.is_pinned and not is_loaded:  # a pin is not lost because its files were away for a moment
-            asyncio.get_running_loop().call_later(RETRY_S, self._load_again, record)
+            self._retries[key] = asyncio.get_running_loop().call_later(RETRY_S, self._load_again, record)
 
     def _load_again(self, record: AdapterRecord) -> None:
         use = self._uses.get(self._key(record.ref))

@@ -25,7 +25,7 @@ PICKLE_FILE = "adapter_model.bin"
 URL_SCHEMES = ("s3", "gs", "az", "https", "http")  # http only where the configuration's list says http
 MAX_ID_LEN = 1024
 REVISION = re.compile(r"[\w.][\w./+-]{0,254}", re.ASCII)
-TOKEN = re.compile(r"[!-~]{0,1024}")
+TOKEN = re.compile(r"[!-~]*")  # as long as a header may be
 
 
 @dataclass(frozen=True, slots=True)

@@ -22,6 +22,7 @@ class Adapter:
     extra_bytes: int = 0  # at most, of what a rank keeps of it beside its pages
     page_ids: list[int] = field(default_factory=list)  # empty = not in the pool
     references: int = 0  # unfinished requests that use it
+    num_held: int = 0  # of these, those that can't start whatever adapters are where: their grammars are not compiled yet
     is_ready: bool = True  # can go into the pool at once; the host tier says when it can't
     is_in_host: bool = False  # or on its way there
     error: str = ""  # why it could not be read into host memory the last time
@@ -31,6 +32,11 @@ class Adapter:
     is_apart: bool = False  # has an account of its own, beside that of its other versions; the queue says when
     pool_use: TierUse = field(default_factory=TierUse)
     host_use: TierUse = field(default_factory=TierUse)
+
+    @property
+    def is_awaited(self) -> bool:
+        """Requests run with it, or would if it was in the pool."""
+        return self.references > self.num_held
 
     @property
     def host_copy(self) -> HostCopy:

@@ -1,6 +1,7 @@
 """`loray adapters …`: the life cycle of a running server's adapters, over its HTTP API. Knows nothing but that API."""
 
 import argparse
+import ipaddress
 import json
 import shutil
 import time
@@ -10,7 +11,7 @@ from collections.abc import Sequence
 from http.client import HTTPException
 from pathlib import Path
 from typing import Any
-from urllib.parse import quote
+from urllib.parse import quote, urlsplit
 
 DEFAULT_URL = "http://127.0.0.1:8000"
 LOAD_S = 660.0  # a server gives a load up after 600
@@ -66,7 +67,7 @@ def run(options: argparse.Namespace) -> int:
 
 def _ask(options: argparse.Namespace) -> Any:
     try:
-        with urllib.request.urlopen(_request(options), timeout=LOAD_S) as response:
+        with _opener(options.url).open(_request(options), timeout=LOAD_S) as response:
             text = response.read()
     except urllib.error.HTTPError as error:
         raise AdminError(_reason(error)) from error
@@ -78,6 +79,16 @@ def _ask(options: argparse.Namespace) -> Any:
     except (ValueError, KeyError, TypeError) as error:
         raise AdminError(f"{options.url} is no loray server, by its answer") from error
     return answer
+
+
+def _opener(url: str) -> urllib.request.OpenerDirector:
+    """A server on this machine is asked directly, whatever http_proxy says: no proxy is to see its key."""
+    host = urlsplit(url).hostname or ""
+    try:
+        is_here = ipaddress.ip_address(host).is_loopback
+    except ValueError:  # a name
+        is_here = host == "localhost"
+    return urllib.request.build_opener(*([urllib.request.ProxyHandler({})] if is_here else []))
 
 
 def _request(options: argparse.Namespace) -> urllib.request.Request:

@@ -192,10 +192,18 @@ class DiskCache:
         for folder in self._partial.glob(f"{key}.*"):
             shutil.rmtree(folder, ignore_errors=True)
 
+    def _delete_left(self) -> None:
+        """What processes that died had not downloaded to the end."""
+        for left in self._partial.glob("*.*"):
+            with self._locks.if_free(left.name.rpartition(".")[0]) as is_free:
+                if is_free:
+                    shutil.rmtree(left, ignore_errors=True)
+
     def _make_room(self, num_bytes: int, spared: str) -> None:
         """spared: a key whose versions go last: where the new one does not come, they are served on."""
         keys = [folder for folder in self._folder.iterdir() if folder != self._partial]
         held = sorted((one for key in keys for one in self._held(key)), key=lambda one: (one.path.parent.name == spared, one.last_used))
+        self._delete_left()
         coming = sum(int(folder.name.rpartition(".")[2]) for folder in self._partial.glob("*.*"))
         excess = sum(one.num_bytes for one in held) + coming + num_bytes - self._max_bytes
         if excess <= 0:
@@ -243,10 +251,7 @@ class DiskCache:
             if self._is_clean:
                 return
             self._is_clean = True
-            for left in self._partial.glob("*.*"):
-                with self._locks.if_free(left.name.rpartition(".")[0]) as is_free:
-                    if is_free:
-                        shutil.rmtree(left, ignore_errors=True)
+            self._delete_left()
             for mark in self._folder.glob(f"*/*/{REMOVED_FILE}"):
                 self.free(str(mark.parent))
 

@@ -263,11 +263,12 @@ class Engine:
     def _fail_displaced(self) -> None:
         """Those who wait, and have no room any more beside what has been pinned since."""
         self._tiers.has_new_pins = self._scheduler.has_displaced = False
-        for sequence in [s for s in self._sequences.values() if s.adapter and not s.adapter.page_ids]:
+        for adapter in {s.adapter for s in self._sequences.values() if s.adapter and not s.adapter.page_ids}:
             try:
-                self._tiers.check(sequence.adapter)  # type: ignore[arg-type]
+                self._tiers.check(adapter)
             except AdapterFailed as refusal:
-                self._fail(sequence, refusal)
+                for sequence in [s for s in self._sequences.values() if s.adapter is adapter]:
+                    self._fail(sequence, refusal)
 
     def _end_with(self, sequence: Sequence, error: LorayError) -> None:
         self._tell(sequence, error=type(error).__name__, message=error.message, num_before=sequence.num_output)

@@ -87,7 +87,7 @@ class FairQueue:
     def add(self, sequence: Sequence) -> None:
         if sequence.waits_for_grammar:
             self._held[sequence] = None
-            self._count_waiting(sequence, 1)
+            self._count_held(sequence, 1)
             return
         if account_name(sequence.adapter) not in self._accounts:
             self._open(sequence.adapter)
@@ -142,7 +142,12 @@ class FairQueue:
 
     def _let_go(self, sequence: Sequence) -> None:
         del self._held[sequence]
-        self._count_waiting(sequence, -1)
+        self._count_held(sequence, -1)
+
+    def _count_held(self, sequence: Sequence, change: int) -> None:
+        self._count_waiting(sequence, change)
+        if sequence.adapter:
+            sequence.adapter.num_held += change
 
     def _account_of(self, sequence: Sequence) -> Account:
         return self._accounts[account_name(sequence.adapter)]
@@ -235,8 +240,8 @@ class FairQueue:
 
     def idle_held(self) -> list[Adapter]:
         """Adapters in the pool all of whose sequences wait for their grammars."""
-        held = Counter(sequence.adapter for sequence in self._held)
-        return [adapter for adapter, count in held.items() if adapter and adapter.page_ids and count == adapter.references]
+        held = dict.fromkeys(sequence.adapter for sequence in self._held)
+        return [adapter for adapter in held if adapter and adapter.page_ids and not adapter.is_awaited]
 
     def placed(self, sequence: Sequence) -> None:
         """Its adapter is in the pool now, so its line is among those inside, whoever else is looked at."""

@@ -77,23 +77,24 @@ class Leaving:
         self._heads = queue.heads_inside()
         users = {adapter: sequence for sequence in (*self._heads.values(), *running) if (adapter := sequence.adapter)}
         self._served = {adapter: queue.served(user) for adapter, user in users.items() if not adapter.is_pinned}
+        self._weights = {adapter: queue.weight_of(user) for adapter, user in users.items()}
         # The next is the last: who is on the way out already, then who was served most.
         self._others = sorted(self._served, key=lambda adapter: (adapter in were_leaving, self._served[adapter]))
 
     def make_room(self, starved: Sequence, num_missing_blocks: int) -> bool:
-        """For one more waiting sequence's adapter: of those more than `lead` ahead of it, as many as it takes. Whether there was one.
+        """For one more waiting sequence's adapter: of those more than `lead` tokens ahead, as many as it takes. Whether there was one.
 
         num_missing_blocks: more than are free must come free before it can start."""
         assert starved.adapter, "the base model needs no pages"
         num_kept, self._num_kept = self._num_kept, 0
         num_missing = starved.adapter.num_pages - num_kept
-        account, served = account_name(starved.adapter), self._queue.served(starved)
+        account, served, weight = account_name(starved.adapter), self._queue.served(starved), self._queue.weight_of(starved)
         leaving: list[Adapter] = []
         num_leaving = 0
         for adapter in reversed(self._others):
             if num_missing <= num_leaving:
                 break
-            lead, is_active = self._served[adapter] - served, adapter in self._active
+            lead, is_active = (self._served[adapter] - served) * max(1.0, weight, self._weights[adapter]), adapter in self._active
             is_sibling = account_name(adapter) == account and (is_active or self._heads[adapter].arrival > starved.arrival)
             if lead > self._lead or is_sibling:
                 leaving.append(adapter)

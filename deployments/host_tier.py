@@ -22,7 +22,7 @@ class _Entry:
     @property
     def is_needed(self) -> bool:
         """It is on its way here, or waits here for its place in the pool."""
-        is_wanted = self.adapter.is_pinned or self.adapter.references > 0
+        is_wanted = self.adapter.is_pinned or self.adapter.is_awaited
         return not self.is_here or (is_wanted and not self.adapter.page_ids)
 
 
@@ -123,13 +123,14 @@ class HostTier:
         return adapter.num_pages * self._page_bytes + adapter.extra_bytes
 
     def _kept_bytes(self, adapter: Adapter, pinned: Iterable[Adapter]) -> int:
-        """What the other pinned adapters may take for good, wherever they are now."""
-        return sum(self.bytes_of(other) or self._most_bytes(other) for other in pinned if other is not adapter)
+        """What the other pinned adapters may take, until they are in the pool for good."""
+        outside = (other for other in pinned if other is not adapter and not other.page_ids)
+        return sum(self.bytes_of(other) or self._most_bytes(other) for other in outside)
 
     @property
     def _is_room_kept(self) -> bool:
         """Room that comes free is kept for the first that found none, else small ones would pass a large one forever."""
-        return self._next is not None and self._next.references > 0 and not self._next.page_ids
+        return self._next is not None and self._next.is_awaited and not self._next.page_ids
 
     def _make_room(self, num_bytes: int) -> bool:
         missing = self.num_bytes + num_bytes - self.max_bytes

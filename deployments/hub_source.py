@@ -6,7 +6,13 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from huggingface_hub import HfApi, hf_hub_url
-from huggingface_hub.errors import EntryNotFoundError, HfHubHTTPError, RepositoryNotFoundError, RevisionNotFoundError
+from huggingface_hub.errors import (
+    EntryNotFoundError,
+    HfHubHTTPError,
+    LocalEntryNotFoundError,
+    RepositoryNotFoundError,
+    RevisionNotFoundError,
+)
 
 from loray.deployments.adapter_sources import EXTRA_FILES, FILES, PICKLE_FILE, Offer, Place, missing_file
 from loray.deployments.checksums import digest_of, mismatch
@@ -81,6 +87,8 @@ def _translated(place: Place) -> Iterator[None]:
         raise AdapterNotFound(f"adapter {place.name!r}: the hub has no such revision of it") from None
     except RepositoryNotFoundError:  # gated ones too
         raise not_found(place) from None
+    except LocalEntryNotFoundError:  # nor on the hub, which did not answer
+        raise SourceFailed(f"adapter {place.name!r}: the hub can't be reached") from None
     except EntryNotFoundError:
         raise AdapterFailed(f"adapter {place.name!r}: a file is missing on the hub") from None
     except HfHubHTTPError as error:

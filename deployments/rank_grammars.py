@@ -18,7 +18,6 @@ MAX_COMPILING = 4  # at once; each rank has two threads for it
 class _Entry:
     grammar: bytes
     users: set[Sequence] = field(default_factory=set)
-    is_ordered: bool = False
     is_here: bool = False
     num_bytes: int = 0
 
@@ -26,6 +25,7 @@ class _Entry:
 class RankGrammars:
     def __init__(self) -> None:
         self._entries: OrderedDict[bytes, _Entry] = OrderedDict()  # by key, least recently wanted first
+        self._unordered: dict[bytes, _Entry] = {}  # those that wait for their turn to be compiled
         self._num_bytes = 0
         self._num_compiling = 0
         self._drops: list[bytes] = []
@@ -36,7 +36,9 @@ class RankGrammars:
         if not grammar:
             return
         key = grammar_key(grammar)
-        entry = self._entries.setdefault(key, _Entry(grammar))
+        if key not in self._entries:
+            self._entries[key] = self._unordered[key] = _Entry(grammar)
+        entry = self._entries[key]
         if entry.is_here:  # else it keeps its turn
             self._entries.move_to_end(key)
         entry.users.add(sequence)
@@ -45,11 +47,11 @@ class RankGrammars:
     def release(self, sequence: Sequence) -> None:
         """It needs its grammar no more."""
         grammar = sequence.request.sampling.grammar
-        entry = self._entries.get(grammar_key(grammar)) if grammar else None
-        if entry:
+        key = grammar_key(grammar) if grammar else b""
+        if entry := self._entries.get(key):
             entry.users.discard(sequence)
-            if not entry.users and not entry.is_ordered:
-                del self._entries[grammar_key(grammar)]
+            if not entry.users and key in self._unordered:
+                del self._entries[key], self._unordered[key]
 
     def arrived(self, key: bytes, num_bytes: int, error: str) -> None:
         """All ranks are through with it. Where one failed, its sequences run all the same: that rank says why they can't."""
@@ -65,18 +67,16 @@ class RankGrammars:
 
     def take_orders(self) -> tuple[list[bytes], list[bytes]]:
         """Grammars that the ranks are to compile and the keys of those to drop, since the last call; never the same in both."""
-        for key in [key for key, entry in self._entries.items() if entry.is_here and not entry.users]:
-            if self._num_bytes < MAX_BYTES:
-                break
-            self._drop(key)
+        if self._num_bytes >= MAX_BYTES:  # else nobody looks at them all
+            for key in [key for key, entry in self._entries.items() if entry.is_here and not entry.users]:
+                if self._num_bytes >= MAX_BYTES:
+                    self._drop(key)
         ordered = []
-        for key, entry in self._entries.items():
+        for key in [key for key in self._unordered if key not in self._drops]:
             if self._num_compiling >= MAX_COMPILING or self._num_bytes >= MAX_BYTES:
                 break
-            if not entry.is_ordered and key not in self._drops:
-                entry.is_ordered = True
-                self._num_compiling += 1
-                ordered.append(entry.grammar)
+            self._num_compiling += 1
+            ordered.append(self._unordered.pop(key).grammar)
         drops, self._drops = self._drops, []
         return ordered, drops
 

@@ -212,8 +212,10 @@ class Scheduler:
             if sequence.num_unknown:  # it was preempted and its last token is still on its way
                 continue
             if adapter is None or adapter.page_ids:
-                if adapter not in self._leaving or sequence in self._bound_to(adapter):
+                if adapter not in self._leaving:
                     yield sequence
+                elif bound := [one for one in self._bound_to(adapter) if not one.num_unknown]:  # it may stand behind an older one
+                    yield min(bound, key=lambda one: one.arrival)
             elif not leaving and (self.adapters.can_place(adapter) or self._displace_idle(adapter)):
                 yield sequence
             elif self.adapters.could_place(adapter):

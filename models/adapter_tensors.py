@@ -1,7 +1,8 @@
 """One rank's part of an adapter in host memory: read from a PEFT folder, cut and scaled as the rank wants it. Knows no pages."""
 
+import threading
 from collections.abc import Iterator, Mapping
-from contextlib import nullcontext
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cache
 from math import prod
@@ -21,6 +22,8 @@ from loray.models.vocabulary import Embedding, Head
 MAX_ELEMENTS_OF_GPU = 1 << 24  # of which it has a few copies in float32 at once
 MAX_ELEMENTS_AT_ONCE = 32767  # from 32768 on torch shares an operation out among threads, which decoding needs
 MAX_DISTANCE = 0.004  # of a copy's row from the base model's, in its length: rounding to another half precision, no more
+
+_READING = threading.Lock()
 
 Layer = Linear | HostedLinear | Embedding | Head
 Vector = Literal["magnitude", "bias", "bias of B"]
@@ -77,11 +80,12 @@ def read_rank_adapter(folder: Path, spec: AdapterSpec, targets: Mapping[str, Tar
             _read_lora(tensors, module, targets[path].projection, (views[path, "a"], views[path, "b"]), max_elements)
         for path, tokens in spec.tokens.items():
             _copy(views[path, "rows"], tensors[tokens.name], 1.0, max_elements)
-        for path, name in spec.copies.items():
-            _check_copy(tensors[name], name, targets[path].layer)
         vectors = dict(_vectors(tensors, spec, targets))
         _check_finite(values, views, vectors, spec, max_elements)
-        squares = _squares(spec, views, targets)
+        with _beside_steps(next(iter(targets.values())).layer.weight.device):
+            for path, name in spec.copies.items():
+                _check_copy(tensors[name], name, targets[path].layer)
+            squares = _squares(spec, views, targets)
     except (OSError, KeyError, RuntimeError, ValueError) as error:  # also: another file than the one just checked
         raise AdapterError(f"adapter {folder.name!r}: {WEIGHTS_FILE} cannot be read: {error}") from error
     except AdapterError as error:
@@ -171,16 +175,22 @@ def _vectors(tensors: FileTensors, spec: AdapterSpec, targets: Mapping[str, Targ
 
 
 def _squares(spec: AdapterSpec, views: dict[tuple[str, str], Tensor], targets: Mapping[str, Target]) -> dict[str, Tensor]:
-    """Costs as much as a forward pass over as many tokens as the adapter has ranks, so it is done before the pages are filled, and on a
-    GPU on a stream of its own: steps don't wait for it, nor it for them."""
+    """Costs as much as a forward pass over as many tokens as the adapter has ranks, so it is done before the pages are filled."""
     paths = [path for path, module in spec.modules.items() if module.magnitude_name]
     if not paths:
         return {}
-    device = targets[paths[0]].layer.weight.device
-    with torch.cuda.stream(_stream(device)) if device.type == "cuda" else nullcontext():
-        found = [_squares_of(targets[path], views[path, "a"], views[path, "b"]) for path in paths]
-        squares = torch.cat(found).cpu()
-    return dict(zip(paths, squares.split([len(one) for one in found]), strict=True))
+    found = [_squares_of(targets[path], views[path, "a"], views[path, "b"]) for path in paths]
+    return dict(zip(paths, torch.cat(found).cpu().split([len(one) for one in found]), strict=True))
+
+
+@contextmanager
+def _beside_steps(device: torch.device) -> Iterator[None]:
+    """On a GPU a stream of its own, so that steps don't wait for what is computed, nor it for them; one thread at a time has it."""
+    if device.type == "cuda":
+        with _READING, torch.cuda.stream(_stream(device)):
+            yield
+    else:
+        yield
 
 
 @cache

@@ -17,7 +17,7 @@ MAX_COMPILED_LEN = 16384  # `regex` writes counted repetitions out: without this
 MAX_SECONDS_LOCKED = 0.005  # what the interpreter gives a thread anyway; to let go of the lock costs more than most matches
 
 _PLAIN = re.compile(r"[\w.-]+", re.ASCII)
-_COUNT = re.compile(r"\{(\d*),?(\d*)\}")
+_COUNT = re.compile(r"\{(\d*)(,?)(\d*)\}")
 # Fuzzy matching and POSIX classes, which `re` reads as plain characters; conditions, which see other groups of a repetition.
 _OTHERWISE_IN_REGEX = re.compile(r"\{(?!\d*(,\d*)?\})|\[:\^?\w+:\]|\(\?\(")
 
@@ -90,6 +90,12 @@ def _check_text(pattern: str) -> None:
         raise PatternError("has characters that are in no module's name")
     if _OTHERWISE_IN_REGEX.search(pattern):
         raise PatternError("has braces that are no count, a named class of characters or a condition")
-    counts = [max(1, *(int(number or 1) for number in count.groups())) for count in _COUNT.finditer(pattern)]
+    counts = [_num_written(*count.groups()) for count in _COUNT.finditer(pattern)]
     if len(pattern) * prod(counts) * 2 ** pattern.count(")+") > MAX_COMPILED_LEN:  # x+ is written out as x x*
         raise PatternError("has too many repetitions")
+
+
+def _num_written(least: str, comma: str, most: str) -> int:
+    """How often the compiler writes out what is repeated {least,most} times: x{2,} is x x x*."""
+    is_endless = comma and not most
+    return int(least or 0) + 1 if is_endless else max(1, int(least or 0), int(most or 0))

@@ -3,6 +3,8 @@
 import torch
 from torch import Tensor
 
+MAX_ELEMENTS = 1 << 22  # at once, of which there are some copies in float32
+
 
 def squares_of(weight: Tensor, dim: int) -> Tensor:
     """||W||² along dim, in float32."""
@@ -14,5 +16,11 @@ def row_squares(squares: Tensor, product: Tensor, a: Tensor, b: Tensor) -> Tenso
 
     squares [out] of W; product [rank, out] A W^T; a [rank, in]; b [rank, out] B^T, scale included -> [out] float32
     """
-    a, b = a.float(), b.float()
-    return squares + (b * (2 * product.float() + a @ a.T @ b)).sum(0)
+    a = a.float()
+    own = a @ a.T
+    num_columns = max(1, MAX_ELEMENTS // len(a))  # of a head's many
+    added = []
+    for products, part in zip(product.split(num_columns, 1), b.split(num_columns, 1), strict=True):
+        part = part.float()
+        added.append((part * (2 * products.float() + own @ part)).sum(0))
+    return squares + torch.cat(added)

@@ -89,7 +89,7 @@ def _open(folder: Path, weight: float, lora_shapes: dict[str, tuple[int, int]], 
     try:
         file = stack.enter_context(safe_open(folder / WEIGHTS_FILE, "pt"))
     except (SafetensorError, OSError) as error:
-        raise AdapterError(f"adapter {folder.name!r}: {WEIGHTS_FILE} cannot be read: {error}") from error
+        raise AdapterError(f"adapter {folder.name!r}: {WEIGHTS_FILE} cannot be read: {_reason(error)}") from error
     if signature(folder) != before:
         raise FilesChanged(f"adapter {folder.name!r}: its files changed while they were read")
     plain = {name for module in spec.modules.values() for name in (module.a_name, module.b_name) if "lora_embedding_" not in name}
@@ -98,6 +98,11 @@ def _open(folder: Path, weight: float, lora_shapes: dict[str, tuple[int, int]], 
         name, kind = next(known, (others[0], "a module of modules_to_save"))
         raise AdapterError(f"adapter {folder.name!r}: tensor {name} belongs to {kind}; only plain LoRA on linears can be merged")
     return _Source(spec, file, weight)
+
+
+def _reason(error: Exception) -> str:
+    """Without the path that the system adds."""
+    return (isinstance(error, OSError) and error.strerror) or str(error)
 
 
 def _read(source: _Source, path: str) -> _Part:
@@ -164,7 +169,7 @@ def _write(merged: Mapping[str, tuple[Tensor, Tensor]], out: Path) -> None:
             folder.rename(out)
     except (SafetensorError, OSError) as error:
         if not out.exists():  # else another process was faster with the same merge
-            raise AdapterError(f"merged adapter {out.name!r} cannot be written: {error}") from error
+            raise AdapterError(f"merged adapter {out.name!r} cannot be written: {_reason(error)}") from error
 
 
 def _joined(paths: Iterable[str]) -> Iterator[str]:

@@ -36,7 +36,7 @@ def fold_gains(adapter: RankAdapter, matrices: Matrices, targets: Targets, paral
     gains = {path: sent(adapter.vectors[path, "magnitude"], total.device) / total.sqrt() for path, total in squares.items()}
     for path, gain in gains.items():
         b = matrices[path, "b"]
-        matrices[path, "b"] = (b.float() * gain).to(b.dtype)
+        matrices[path, "b"] = torch.mul(b, gain, out=torch.empty_like(b))  # in float32, which is not kept: a head's B is large
     return gains
 
 

@@ -332,7 +332,7 @@ def test_merges_that_are_given_up_take_no_thread_each_while_a_part_of_theirs_is_
             merge.cancel()
             await asyncio.wait([merge])
         assert world.store.num_searches == 1
-        plain = asyncio.create_task(world.finder.find(world.ref))
+        plain = asyncio.create_task(world.finder.find(world.store.named(world.ref)))  # as requests are searched for
         await asyncio.sleep(0.01)
         door.set()
         assert (await plain).rank == 4 and world.store.num_searches == 1, "it joins the one that runs"
