@@ -13,7 +13,8 @@ import torch
 from torch import Tensor
 
 from loray.models.adapter import WEIGHTS_FILE, AdapterError, AdapterModule, AdapterSpec
-from loray.models.file_tensors import FileTensors
+from loray.models.adapter_header import TensorPlace
+from loray.models.file_tensors import FileTensors, rows_of
 from loray.models.host_memory import host_tensor
 from loray.models.hosted_linear import HostedLinear
 from loray.models.linear import Linear, Projection
@@ -75,7 +76,8 @@ def read_rank_adapter(folder: Path, spec: AdapterSpec, targets: Mapping[str, Tar
     views = _views(values, shapes)
     max_elements = num_elements if is_pinned else MAX_ELEMENTS_AT_ONCE  # a GPU decodes without this machine's threads
     try:
-        tensors = FileTensors(folder / WEIGHTS_FILE, spec.places)
+        copies = set(spec.copies.values())  # may be gigabytes, and are only looked at
+        tensors = FileTensors(folder / WEIGHTS_FILE, {name: place for name, place in spec.places.items() if name not in copies})
         for path, module in spec.modules.items():
             _read_lora(tensors, module, targets[path].projection, (views[path, "a"], views[path, "b"]), max_elements)
         for path, tokens in spec.tokens.items():
@@ -84,7 +86,7 @@ def read_rank_adapter(folder: Path, spec: AdapterSpec, targets: Mapping[str, Tar
         _check_finite(values, views, vectors, spec, max_elements)
         with _beside_steps(next(iter(targets.values())).layer.weight.device):
             for path, name in spec.copies.items():
-                _check_copy(tensors[name], name, targets[path].layer)
+                _check_copy(folder / WEIGHTS_FILE, spec.places[name], name, targets[path].layer)
             squares = _squares(spec, views, targets)
     except (OSError, KeyError, RuntimeError, ValueError) as error:  # also: another file than the one just checked
         raise AdapterError(f"adapter {folder.name!r}: {WEIGHTS_FILE} cannot be read: {error}") from error
@@ -205,13 +207,13 @@ def _squares_of(target: Target, a: Tensor, b: Tensor) -> Tensor:
     return layer.row_squares(target.number, a, b)
 
 
-def _check_copy(tensor: Tensor, name: str, layer: Layer) -> None:
+def _check_copy(file: Path, place: TensorPlace, name: str, layer: Layer) -> None:
     """PEFT puts it in the place of the base model's weight, so it must be that."""
     assert isinstance(layer, Embedding | Head), "only the embedding and the head are saved beside their LoRA"
-    own, copy = layer.own_weight(), tensor[layer.part.slice]
-    num_rows = max(1, (MAX_ELEMENTS_OF_GPU if own.is_cuda else MAX_ELEMENTS_AT_ONCE) // copy.shape[1])
+    own, part = layer.own_weight(), range(place.shape[0])[layer.part.slice]
+    num_rows = max(1, (MAX_ELEMENTS_OF_GPU if own.is_cuda else MAX_ELEMENTS_AT_ONCE) // place.shape[1])
     is_near = torch.ones((), dtype=torch.bool, device=own.device)
-    for own_rows, rows in zip(own.split(num_rows), copy.split(num_rows), strict=True):
+    for own_rows, rows in zip(own.split(num_rows), rows_of(file, place, part, num_rows), strict=True):
         rows = rows.to(own.device, torch.float32)
         is_near &= ((layer.shown(rows) - own_rows.float()).norm(dim=1) <= MAX_DISTANCE * rows.norm(dim=1)).all()
     if not is_near:

@@ -78,6 +78,34 @@ def test_a_place_is_told_as_it_was_when_it_was_asked_for() -> None:
     assert (now.host_bytes, now.host_use.num_loads, now.pool_use.num_loads) == (PAGE, 1, 1)
 
 
+def test_pinned_adapters_that_are_in_the_pool_take_no_host_memory_from_others() -> None:
+    """An adapter of few linears needs less of it than its pages say, which is known only while it is there."""
+    tiers = AdapterTiers(AdapterTable(40), HostTier(100, PAGE))
+    pinned = []
+    for name in "abc":
+        pinned.append(tiers.pin(Adapter(name, name, name, num_pages=5)))
+        tiers.host.arrived(pinned[-1].host_copy, PAGE, 0.5)
+    for adapter in pinned:
+        tiers.table.place(tiers.table.acquire(adapter))
+    tiers.load(Adapter("large", "large", "large", num_pages=9))  # takes the place of two of them
+    assert tiers.host.num_adapters == 2
+    for adapter in (*pinned, Adapter("small", "small", "small", num_pages=1)):
+        tiers.check(adapter)
+
+
+def test_an_adapter_that_is_here_is_served_though_pins_would_leave_no_room_to_read_it_again() -> None:
+    tiers = AdapterTiers(AdapterTable(40), HostTier(100, PAGE))
+    here = tiers.load(Adapter("here", "here", "here", num_pages=5))
+    tiers.host.arrived(here.host_copy, PAGE, 0.5)
+    tiers.pin(Adapter("pinned", "pinned", "pinned", num_pages=9))
+    tiers.check(here)
+    with pytest.raises(AdapterFailed, match="host memory"):
+        tiers.check(Adapter("new", "new", "new", num_pages=5))
+    tiers.table.place(tiers.table.acquire(here))
+    tiers.host.drop(here)
+    tiers.check(here)
+
+
 def test_a_pinned_adapter_that_is_unloaded_leaves_its_room_to_others() -> None:
     tiers, told = AdapterTiers(AdapterTable(4), HostTier(100, PAGE)), []
     pinned = tiers.pin(Adapter("pinned", "pinned", "pinned", num_pages=3))

@@ -168,6 +168,39 @@ def test_who_leaves_admits_nothing_new_but_those_that_can_go_on_with_its_pages_a
     assert output_of(new) == greedy("a", [8], 3)
 
 
+def test_what_must_go_on_with_its_adapters_pages_does_so_though_an_older_one_stands_before_it() -> None:
+    server = Server(num_pages=1, max_batch_tokens=8)
+    older = server.add([5, 6], 3, "a", waits_for_grammar=True)
+    begun = server.add([1, 2], 40, "a")
+    assert begun.adapter and begun.adapter.is_awaited and begun.adapter.num_held == 1
+    server.turn()
+    begun.adapter.is_ready = False  # its copy in host memory made room for others
+    other = server.add([7], 3, "b")
+    while begun.adapter not in server.scheduler._leaving:
+        server.turn()
+    server.scheduler._preempt(Plan(), begun)
+    older.waits_for_grammar = False
+    server.run()
+    assert begun.is_finished and other.is_finished and not older.num_output and begun.adapter.num_held == 0
+    begun.adapter.is_ready = True
+    server.run()
+    assert [output_of(one) for one in (older, begun)] == [greedy("a", [5, 6], 3), greedy("a", [1, 2], 40)]
+    server.assert_empty()
+
+
+@pytest.mark.parametrize("weight", [1.0, 1000.0])
+def test_those_that_wait_for_pages_wait_no_longer_the_more_the_adapter_in_the_pool_weighs(weight: float) -> None:
+    server, rng = Server(num_blocks=400, num_pages=1, max_batch_tokens=32, weights={"heavy": weight}), random.Random(0)
+    for _ in range(50):
+        keep_waiting(server, rng, "heavy", 2, Shape(6, 10))
+        server.turn()
+    other = server.add([7], 3, "b")
+    for _ in range(60):
+        keep_waiting(server, rng, "heavy", 2, Shape(6, 10))
+        server.turn()
+    assert other.is_finished
+
+
 def test_an_adapter_of_which_all_wait_for_their_grammars_makes_room_and_comes_back() -> None:
     server = Server(num_pages=2)
     for name in "ab":

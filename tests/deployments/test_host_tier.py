@@ -73,6 +73,25 @@ def test_what_is_needed_stays_and_the_new_one_waits_for_room(why: str) -> None:
     assert [names(orders) for orders in tier.take_orders()] == [["new"], ["kept"]]
 
 
+def test_those_that_wait_for_their_grammars_alone_keep_no_room() -> None:
+    tier, held, new = HostTier(10, PAGE), adapter("held", references=2), adapter("new", references=1)
+    held.num_held = 2
+    hold(tier, held)
+    tier.want(new)
+    assert [names(orders) for orders in tier.take_orders()] == [["new"], ["held"]]
+    tier.want(held)  # finds none
+    tier.arrived(new.host_copy, PAGE, 0.5)
+    new.references = 0
+    later = adapter("later", references=1)
+    tier.want(later)
+    assert [names(orders) for orders in tier.take_orders()] == [["later"], ["new"]]
+    held.num_held = 1
+    later.references = 0
+    tier.arrived(later.host_copy, PAGE, 0.5)
+    tier.want(held)
+    assert [names(orders) for orders in tier.take_orders()] == [["held"], ["later"]]
+
+
 def test_nothing_leaves_for_one_that_would_find_no_room_all_the_same() -> None:
     tier, needed, unused, large = HostTier(30, PAGE), adapter("needed", references=1), adapter("unused"), adapter("large", 3, references=1)
     hold(tier, needed, unused)

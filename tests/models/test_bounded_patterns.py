@@ -31,7 +31,7 @@ REFUSED = {
     "(?x)(a) +": "no module's name",
     "(?:" * 14 + "a" + ")+" * 14: "too many repetitions",
     "(?:" * 14 + "a" + "){1,}" * 14: "too many repetitions",
-    "(?:" * 40 + "a" + "){1,}?" * 40: "too many repetitions",
+    "(?:" * 14 + "a" + "){1,}?" * 14: "too many repetitions",
     "((a{100}){100}){10}": "too many repetitions",
     "(){9999999999999999999}": "too many repetitions",
 }

@@ -11,6 +11,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from loray.models.adapter import AdapterError, read_adapter, signature
+from loray.models.adapter_header import TensorPlace
 from loray.models.adapter_tensors import MAX_ELEMENTS_AT_ONCE, RankAdapter, Target, _check_copy, read_rank_adapter
 from loray.models.host_adapters import HostAdapters
 from loray.models.linear import Linear, row_linear
@@ -181,15 +182,18 @@ def test_matrices_larger_than_one_step_are_read_whole(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("row", [0, 1000, 1999])
-def test_every_row_of_a_copy_must_be_the_base_models_own(row: int) -> None:
+def test_every_row_of_a_copy_must_be_the_base_models_own(tmp_path: Path, row: int) -> None:
     embedding = Embedding(2000, 36, Parallel())
     torch.nn.init.normal_(embedding.weight)
     assert embedding.weight.numel() > 2 * MAX_ELEMENTS_AT_ONCE
-    copy = embedding.weight.detach().clone()
-    _check_copy(copy, "x", embedding)
+    copy, file = embedding.weight.detach().clone(), tmp_path / "file"
+    place = TensorPlace("F32", (2000, 36), 5, 5 + copy.nbytes)
+    file.write_bytes(bytes(5) + copy.numpy().tobytes())
+    _check_copy(file, place, "x", embedding)
     copy[row] *= 1.03
+    file.write_bytes(bytes(5) + copy.numpy().tobytes())
     with pytest.raises(AdapterError, match="tensor x is not the base model's own"):
-        _check_copy(copy, "x", embedding)
+        _check_copy(file, place, "x", embedding)
 
 
 @pytest.mark.parametrize("value", [float("nan"), float("inf")])
