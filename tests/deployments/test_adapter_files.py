@@ -1,3 +1,4 @@
+import errno
 import os
 import time
 from concurrent.futures import ThreadPoolExecutor
@@ -180,6 +181,21 @@ def test_a_link_may_lead_from_one_root_into_another(root: Path) -> None:
     assert files.find("link").path == str(other / "linked")
     with pytest.raises(AdapterNotFound):
         files.find("top")
+
+
+def test_a_root_that_can_not_be_read_hides_nothing_in_the_next(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    away, is_file = root.parent / "away", Path.is_file
+
+    def is_file_unless_away(path: Path) -> bool:
+        if path.is_relative_to(away):
+            raise OSError(errno.ENOTCONN, os.strerror(errno.ENOTCONN), str(path))  # as a mount whose server is gone
+        return is_file(path)
+
+    monkeypatch.setattr(Path, "is_file", is_file_unless_away)
+    files = AdapterFiles([away, root], SHAPES)
+    assert files.find("small").path == str(root / "small")
+    with pytest.raises(AdapterNotFound):
+        files.find("nobody")
 
 
 def test_an_absolute_path_inside_a_root_is_fine(root: Path) -> None:

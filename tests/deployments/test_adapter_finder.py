@@ -170,6 +170,38 @@ def test_who_asks_for_a_merge_after_a_reload_of_its_part_gets_the_new_part(world
     run(finds_the_new_one_beside_an_older_search(world, half))
 
 
+def rewritten(ref: AdapterRef, source: str) -> AdapterRef:
+    """The same place: with the source beside the id, or with a slash behind it."""
+    return AdapterRef(adapter_id=ref.adapter_id.removeprefix("http://") if source else f"{ref.adapter_id}/", source=source)
+
+
+def half_of(part: AdapterRef) -> AdapterRef:
+    return AdapterRef(adapter_id="half", source=part.source, merge=MergeRecipe(adapter_ids=(part.adapter_id,), weights=(0.5,)))
+
+
+@pytest.mark.parametrize("source", ["", "http"])
+def test_a_part_of_a_merge_is_new_after_a_reload_however_the_merge_writes_it(world: World, source: str) -> None:
+    world.store.merge = merge_here
+    run(finds_the_new_one_beside_an_older_search(world, half_of(rewritten(world.ref, source))))
+
+
+def test_a_part_of_a_merge_is_searched_for_under_all_its_names_and_who_wants_it_alone_joins(world: World) -> None:
+    world.store.merge = merge_here
+    named, with_source = world.store.named(world.ref), rewritten(world.ref, "http")
+
+    async def work() -> None:
+        merge, door = await world.held_search(half_of(with_source))
+        assert all(world.finder.is_searching(ref) for ref in (named, world.ref, with_source, rewritten(world.ref, "")))
+        assert not world.finder.is_searching(AdapterRef(adapter_id=f"{world.web.url}/other"))
+        plain = asyncio.create_task(world.finder.find(named))  # as requests are searched for
+        await asyncio.sleep(0.01)
+        door.set()
+        await asyncio.gather(merge, plain)
+        assert world.store.num_searches == 1 and not world.finder.is_searching(world.ref)
+
+    run(work())
+
+
 def test_the_parts_of_a_merge_stay_on_disk_until_it_is_made(world: World, tmp_path: Path) -> None:
     other = AdapterStore(AdapterArgs(allowed_urls=[world.web.url]), SHAPES, tmp_path / "cache")  # as if of another process
     unloaded: list[str] = []

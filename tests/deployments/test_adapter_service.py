@@ -272,6 +272,30 @@ def test_a_pin_outlives_a_moment_in_which_its_files_were_away(service: AdapterSe
     run(work())
 
 
+def test_a_pin_whose_loads_fail_again_and_again_is_tried_no_more_often(
+    service: AdapterService, store: Store, root: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    retry_s, finds, find = 0.1, list[AdapterRef](), store.find
+    monkeypatch.setattr(adapter_service, "RETRY_S", retry_s)
+    monkeypatch.setattr(store, "find", lambda ref: (finds.append(ref), find(ref))[1])
+
+    async def work() -> None:
+        admin, clock = ReplicaAdmin(service), asyncio.get_running_loop().time
+        (root / "small").rename(root.parent / "away")
+        for action in ("pin", *["reload"] * 5):
+            await admin.change(action, "small")
+            while service._tasks:
+                await asyncio.sleep(0.001)
+        assert len(service._retries) == 1
+        finds.clear()
+        began = clock()
+        await asyncio.sleep(5 * retry_s)
+        assert len(finds) <= 1 + (clock() - began) / retry_s
+        assert len(service._retries) == 1
+
+    run(work())
+
+
 def test_a_load_that_is_taken_back_leaves_what_was_found(service: AdapterService, steps: RankInProcess, root: Path) -> None:
     async def work() -> None:
         admin = ReplicaAdmin(service)

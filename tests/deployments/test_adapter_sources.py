@@ -82,6 +82,12 @@ def test_a_token_that_would_break_a_header_is_refused_and_not_repeated() -> None
     assert "secret" not in raised.value.message
 
 
+def test_a_token_may_be_long_and_has_no_blanks() -> None:
+    assert place("org/name", source="hub", api_token="!~" * 1500) == Place("hub", "org/name")
+    with pytest.raises(InvalidRequest, match="token"):
+        place("org/name", source="hub", api_token="two words")
+
+
 def test_keys_are_file_names_and_differ_for_different_places() -> None:
     ids = ["s3://bucket/a", "s3://bucket/b", "https://bucket/a", "s3://bucket-a", "s3://" + "long/" * 100 + "a", "s3://b/ü"]
     keys = [place(adapter_id).key for adapter_id in ids]

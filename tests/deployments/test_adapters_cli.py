@@ -1,6 +1,7 @@
 import json
 import sys
 from collections.abc import Iterator
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +11,7 @@ import pytest
 from loray.deployments.adapters_cli import table
 from loray.deployments.cli import main
 from loray.deployments.http_app import make_app
+from tests.deployments.file_server import FileServer
 from tests.deployments.live_server import live
 from tests.deployments.scripted_backend import ScriptedBackend, saying, service_of, status_of
 
@@ -104,6 +106,18 @@ def test_a_failure_is_one_line_and_an_exit_code(
     captured = capsys.readouterr()
     (line,) = captured.err.splitlines()
     assert line.startswith("loray: ") and says in line and not captured.out and not backend.changes
+
+
+@pytest.mark.parametrize("host", ["127.0.0.1", "localhost"])
+def test_a_server_on_this_machine_is_asked_without_the_proxy(url: str, host: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("no_proxy", "NO_PROXY"):
+        monkeypatch.delenv(name, raising=False)
+    with closing(FileServer(tmp_path)) as proxy:
+        monkeypatch.setenv("http_proxy", proxy.url)
+        assert main(["adapters", "list", "--url", url.replace("127.0.0.1", host), "--key", "open"]) == 0
+        assert not proxy.requests
+        assert main(["adapters", "list", "--url", "http://elsewhere.example", "--key", "open"]) == 1
+        assert proxy.requests == [("GET", "http://elsewhere.example/admin/adapters")]
 
 
 @pytest.mark.parametrize("arguments", [[], ["list"], ["load"]])

@@ -133,6 +133,20 @@ def test_what_a_process_that_died_since_left_of_the_same_key_is_gone(tmp_path: P
         assert not left.exists()
 
 
+def test_another_keys_download_counts_while_its_process_lives_and_is_deleted_when_it_died(tmp_path: Path) -> None:
+    cache, other = (DiskCache(tmp_path / "cache", 100) for _ in range(2))
+    with cache.only_one("hub-b"), cache.staging("hub-b", 10):
+        pass  # now this process has cleaned once
+    left = tmp_path / "cache" / "partial" / "hub-other.90"
+    left.mkdir()
+    with other.only_one("hub-other"):
+        with pytest.raises(DiskFull, match="downloads under way 90"), cache.only_one("hub-a"), cache.staging("hub-a", 60):
+            pass
+        assert left.is_dir()
+    with cache.only_one("hub-a"), cache.staging("hub-a", 60):
+        assert not left.exists()
+
+
 def test_what_another_process_is_downloading_is_left_alone(tmp_path: Path) -> None:
     one, other = (DiskCache(tmp_path / "cache", 100) for _ in range(2))
     with one.only_one("hub-a"), one.staging("hub-a", 40) as busy, other.only_one("hub-b"), other.staging("hub-b", 40):

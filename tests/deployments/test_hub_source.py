@@ -1,11 +1,12 @@
 import hashlib
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
 from loray.deployments.adapter_sources import Place
-from loray.deployments.errors import AdapterFailed, AdapterNotFound
+from loray.deployments.errors import AdapterFailed, AdapterNotFound, SourceFailed
 from loray.deployments.hub_source import HubSource
 from tests.deployments.file_server import CutOnce, Handler, HubServer, Spoil
 from tests.deployments.peft_folder import save_folder
@@ -29,6 +30,11 @@ def fetched(source: HubSource, place: Place, folder: Path, token: str = "") -> d
     offer = source.describe(place, token)
     source.fetch(place, offer, offer.files, token, folder)
     return {file.name: file.read_bytes() for file in folder.iterdir() if file.is_file()}
+
+
+def fail(handler: Handler) -> bool:
+    handler.reply(503)
+    return True
 
 
 def test_only_the_adapters_own_files_are_fetched(tmp_path: Path, hub: HubServer) -> None:
@@ -105,10 +111,6 @@ def test_weights_with_another_digest_than_the_hub_tells_are_fetched_again_and_ne
 def test_a_hub_that_fails_or_is_away_is_an_error_that_does_not_quote_the_token(
     tmp_path: Path, hub: HubServer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def fail(handler: Handler) -> bool:
-        handler.reply(503)
-        return True
-
     hub.rules["/api/models/org/small?blobs=True"] = hub.rules["/api/models/org/small?blobs=true"] = fail
     with pytest.raises(AdapterFailed, match="503") as raised:
         HubSource().describe(Place("hub", "org/small"), "hf_secret")
@@ -118,3 +120,13 @@ def test_a_hub_that_fails_or_is_away_is_an_error_that_does_not_quote_the_token(
     monkeypatch.setenv("HF_ENDPOINT", dead.url)
     with pytest.raises(AdapterFailed, match="reached"):
         HubSource().describe(Place("hub", "org/small"), "hf_secret")
+
+
+def test_a_hub_that_goes_away_after_it_told_of_an_adapter_can_not_be_reached(
+    tmp_path: Path, hub: HubServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(time, "sleep", lambda seconds: None)  # between the tries of the hub's own client
+    hub.rules[f"/org/small/resolve/{hub.commit('org/small')}/{WEIGHTS}"] = fail
+    with pytest.raises(SourceFailed, match="'org/small': the hub can't be reached$"):
+        fetched(HubSource(), Place("hub", "org/small"), tmp_path / "out")
+    assert not (tmp_path / "out" / WEIGHTS).exists()

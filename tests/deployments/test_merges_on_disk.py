@@ -3,6 +3,7 @@
 import asyncio
 import threading
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +15,9 @@ from loray.deployments.adapter_status import AdapterStatus
 from loray.deployments.adapter_store import AdapterStore
 from loray.deployments.config import AdapterArgs
 from loray.deployments.engine import Engine
+from loray.deployments.errors import AdapterFailed
 from loray.deployments.request import AdapterRef
+from tests.deployments.file_server import FileServer
 from tests.deployments.merging_here import merge_ref, merging
 from tests.deployments.peft_folder import SHAPES, save_folder
 from tests.deployments.rank_in_process import PAGE_BYTES, RankInProcess, start_engine
@@ -104,6 +107,18 @@ def test_a_merge_is_as_private_as_its_parts_are_now_and_found_again_by_who_may_r
     for is_private in (True, False, True):
         assert make(store, ref, is_private) == path
         assert [adapter.is_private for _, adapter in store.left_on_disk(set())] == [is_private]
+
+
+@pytest.mark.slow  # downloads
+def test_a_part_that_can_not_be_merged_is_named_by_its_id_and_not_by_its_downloads_folder(tmp_path: Path) -> None:
+    for name in ("plain", "biased"):
+        save_folder(tmp_path / "web" / name, rank=4, has_bias=name == "biased")
+    with closing(FileServer(tmp_path / "web")) as web:
+        store, url = AdapterStore(AdapterArgs(allowed_urls=[web.url]), SHAPES, tmp_path / "cache"), f"{web.url}/biased"
+        store.merge = merging([])
+        with pytest.raises(AdapterFailed, match=f"adapter '{url}': tensor .* can be merged") as raised:
+            make(store, merge_ref(OTHER, f"{web.url}/plain", url, weights=(0.5, 0.5)))
+        assert Path(store.find(AdapterRef(adapter_id=url)).path).name not in raised.value.message
 
 
 def test_many_merges_of_a_name_are_removed_in_one_go(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:

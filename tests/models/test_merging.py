@@ -265,9 +265,9 @@ def test_a_folder_that_is_there_is_kept_and_nothing_is_left_beside_it(three: lis
     assert [folder.name for folder in (tmp_path / "deep").iterdir()] == ["merged"]
 
 
-def test_a_place_that_cannot_be_written_is_told(three: list[Path], shapes: Shapes, tmp_path: Path) -> None:
+def test_a_place_that_cannot_be_written_is_told_without_its_path(three: list[Path], shapes: Shapes, tmp_path: Path) -> None:
     (tmp_path / "file").touch()
-    with pytest.raises(AdapterError, match="'merged' cannot be written"):
+    with pytest.raises(AdapterError, match="'merged' cannot be written: File exists$"):
         merge_adapters(three, [1, 1, 1], MergeMethod(), shapes, tmp_path / "file" / "merged")
 
 
