@@ -49,12 +49,13 @@ class Parts:
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder / f"parts-{commit()}"
+        self._may_reuse = commit() != "" and not commit().endswith("-dirty")
         self._folder.mkdir(parents=True, exist_ok=True)
 
     def run(self, name: str, *command: str, **variables: str) -> Any:
         """`command` writes its results into the file that is its last argument. variables: more for its environment."""
         out = self._folder / f"{name}.json"
-        if not out.exists():
+        if not out.exists() or not self._may_reuse:
             print(f"--- {name}", flush=True)
             subprocess.run([sys.executable, *command, str(out)], check=True, env=os.environ | variables)
         return json.loads(out.read_text())

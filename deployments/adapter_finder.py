@@ -97,7 +97,7 @@ class AdapterFinder:
     async def forget(self, ref: AdapterRef) -> None:
         """Who asks from now on gets what the source has now."""
         for running in list(self._searches):
-            if ref.adapter_id in (running.adapter_id, *(part.adapter_id for part in self._parts(running))):
+            if any(self._is_same(one, ref) for one in (running, *self._parts(running))):
                 del self._searches[running]
         await self.look(lambda: self._store.forget(ref))
 
@@ -115,9 +115,11 @@ class AdapterFinder:
             await asyncio.wait(searches)
 
     def _searches_of(self, ref: AdapterRef) -> "list[asyncio.Task[Adapter]]":
-        """Also those that write its place in another way."""
-        key = self._store.place_key(ref)
-        return [search for running, search in self._searches.items() if self._store.place_key(running) == key]
+        return [search for running, search in self._searches.items() if self._is_same(running, ref)]
+
+    def _is_same(self, running: AdapterRef, ref: AdapterRef) -> bool:
+        """Also where it writes its place in another way. A merge has no place but its name."""
+        return running.adapter_id == ref.adapter_id or (not running.merge and self._store.place_key(running) == self._store.place_key(ref))
 
     async def remove(self, ref: AdapterRef, path: str = "") -> None:
         """Delete what of it is on disk and may go."""

@@ -206,12 +206,14 @@ class AdapterService:
         self._forget_failed(record.ref)
         await self._unload_replaced(record.ref.adapter_id)
         key = self._key(record.ref)
-        if former := self._retries.pop(key, None):
-            former.cancel()
-        if record.is_pinned and not is_loaded:  # a pin is not lost because its files were away for a moment
-            self._retries[key] = asyncio.get_running_loop().call_later(RETRY_S, self._load_again, record)
+        if record.is_pinned and self._wishes.still_count(record):
+            if former := self._retries.pop(key, None):
+                former.cancel()
+            if not is_loaded:  # a pin is not lost because its files were away for a moment
+                self._retries[key] = asyncio.get_running_loop().call_later(RETRY_S, self._load_again, record)
 
     def _load_again(self, record: AdapterRecord) -> None:
+        self._retries.pop(self._key(record.ref), None)
         use = self._uses.get(self._key(record.ref))
         if use and use.error and not use.is_loading and self._wishes.still_count(record):
             self._in_background(self._load_and_log(record))

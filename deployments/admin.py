@@ -126,7 +126,7 @@ class AdapterAdmin:
                 raise AdapterFailed(f"adapter {ref.adapter_id!r} is not being loaded any more: it was changed again meanwhile")
             if now > began + LOAD_S:
                 raise Unhealthy(f"adapter {ref.adapter_id!r} is still being loaded after {LOAD_S:.0f} s")
-            await asyncio.sleep(max(LOOK_S, LOOK_SHARE * (now - began)))
+            await asyncio.sleep(min(GONE_S / 4, max(LOOK_S, LOOK_SHARE * (now - began))))
 
     async def _known(self, adapter_id: str) -> list[AdapterStatus]:
         versions = await self._versions(adapter_id)

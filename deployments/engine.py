@@ -238,6 +238,7 @@ class Engine:
     def _fail_adapter(self, adapter: Adapter, error: AdapterFailed) -> None:
         """The ranks could not read it: end its requests, and them alone."""
         self._scheduler.adapters.discard(adapter)
+        self._scheduler.has_displaced = True  # if it is pinned, it takes host memory again
         for sequence in [s for s in self._sequences.values() if s.adapter is adapter]:
             self._fail(sequence, error)
 
@@ -286,8 +287,9 @@ class Engine:
 
     def _take_prepared(self, prepared: Prepared) -> None:
         if prepared.grammar:
-            return self._grammars.arrived(prepared.grammar, prepared.num_bytes, prepared.error)
-        if prepared.error:
+            self._grammars.arrived(prepared.grammar, prepared.num_bytes, prepared.error)
+            self._scheduler.waiting.wake_loaded()  # so that their adapters are asked for at once
+        elif prepared.error:
             adapter, reason = self._tiers.failed(prepared.copy, prepared.error)
             self._fail_adapter(adapter, AdapterChanged(reason) if prepared.is_changed else AdapterFailed(reason))
         else:

@@ -87,14 +87,18 @@ def _translated(place: Place) -> Iterator[None]:
         raise AdapterNotFound(f"adapter {place.name!r}: the hub has no such revision of it") from None
     except RepositoryNotFoundError:  # gated ones too
         raise not_found(place) from None
-    except LocalEntryNotFoundError:  # nor on the hub, which did not answer
-        raise SourceFailed(f"adapter {place.name!r}: the hub can't be reached") from None
+    except LocalEntryNotFoundError as error:  # nor on the hub, whose answer is the cause
+        raise _failure(place, error.__cause__ or error) from None
     except EntryNotFoundError:
         raise AdapterFailed(f"adapter {place.name!r}: a file is missing on the hub") from None
-    except HfHubHTTPError as error:
-        if error.response.status_code in (401, 403):
-            raise not_found(place) from None
-        kind = SourceFailed if error.response.status_code >= 500 else AdapterFailed
-        raise kind(f"adapter {place.name!r}: the hub answered {error.response.status_code}") from None
-    except Exception as error:  # of its HTTP library, whatever that is; the text may quote what was sent
-        raise SourceFailed(f"adapter {place.name!r}: the hub can't be reached ({type(error).__name__})") from None
+    except Exception as error:
+        raise _failure(place, error) from None
+
+
+def _failure(place: Place, error: BaseException) -> LorayError:
+    if not isinstance(error, HfHubHTTPError):  # of its HTTP library, whatever that is; the text may quote what was sent
+        return SourceFailed(f"adapter {place.name!r}: the hub can't be reached ({type(error).__name__})")
+    if error.response.status_code in (401, 403):
+        return not_found(place)
+    kind = SourceFailed if error.response.status_code >= 500 else AdapterFailed
+    return kind(f"adapter {place.name!r}: the hub answered {error.response.status_code}")

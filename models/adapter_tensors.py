@@ -84,10 +84,9 @@ def read_rank_adapter(folder: Path, spec: AdapterSpec, targets: Mapping[str, Tar
             _copy(views[path, "rows"], tensors[tokens.name], 1.0, max_elements)
         vectors = dict(_vectors(tensors, spec, targets))
         _check_finite(values, views, vectors, spec, max_elements)
-        with _beside_steps(next(iter(targets.values())).layer.weight.device):
-            for path, name in spec.copies.items():
-                _check_copy(folder / WEIGHTS_FILE, spec.places[name], name, targets[path].layer)
-            squares = _squares(spec, views, targets)
+        for path, name in spec.copies.items():
+            _check_copy(folder / WEIGHTS_FILE, spec.places[name], name, targets[path].layer)
+        squares = _squares(spec, views, targets)
     except (OSError, KeyError, RuntimeError, ValueError) as error:  # also: another file than the one just checked
         raise AdapterError(f"adapter {folder.name!r}: {WEIGHTS_FILE} cannot be read: {error}") from error
     except AdapterError as error:
@@ -181,8 +180,10 @@ def _squares(spec: AdapterSpec, views: dict[tuple[str, str], Tensor], targets: M
     paths = [path for path, module in spec.modules.items() if module.magnitude_name]
     if not paths:
         return {}
-    found = [_squares_of(targets[path], views[path, "a"], views[path, "b"]) for path in paths]
-    return dict(zip(paths, torch.cat(found).cpu().split([len(one) for one in found]), strict=True))
+    with _beside_steps(targets[paths[0]].layer.weight.device):
+        found = [_squares_of(targets[path], views[path, "a"], views[path, "b"]) for path in paths]
+        squares = torch.cat(found).cpu()
+    return dict(zip(paths, squares.split([len(one) for one in found]), strict=True))
 
 
 @contextmanager
@@ -210,11 +211,14 @@ def _squares_of(target: Target, a: Tensor, b: Tensor) -> Tensor:
 def _check_copy(file: Path, place: TensorPlace, name: str, layer: Layer) -> None:
     """PEFT puts it in the place of the base model's weight, so it must be that."""
     assert isinstance(layer, Embedding | Head), "only the embedding and the head are saved beside their LoRA"
-    own, part = layer.own_weight(), range(place.shape[0])[layer.part.slice]
-    num_rows = max(1, (MAX_ELEMENTS_OF_GPU if own.is_cuda else MAX_ELEMENTS_AT_ONCE) // place.shape[1])
-    is_near = torch.ones((), dtype=torch.bool, device=own.device)
-    for own_rows, rows in zip(own.split(num_rows), rows_of(file, place, part, num_rows), strict=True):
-        rows = rows.to(own.device, torch.float32)
-        is_near &= ((layer.shown(rows) - own_rows.float()).norm(dim=1) <= MAX_DISTANCE * rows.norm(dim=1)).all()
+    device, part = layer.weight.device, range(place.shape[0])[layer.part.slice]
+    num_rows = max(1, (MAX_ELEMENTS_OF_GPU if device.type == "cuda" else MAX_ELEMENTS_AT_ONCE) // place.shape[1])
+    with _beside_steps(device):
+        own = layer.own_weight().split(num_rows)
+    is_near = True
+    for own_rows, rows in zip(own, rows_of(file, place, part, num_rows), strict=True):
+        with _beside_steps(device):
+            rows = rows.to(device, torch.float32)
+            is_near &= bool(((layer.shown(rows) - own_rows.float()).norm(dim=1) <= MAX_DISTANCE * rows.norm(dim=1)).all())
     if not is_near:
         raise AdapterError(f"tensor {name} is not the base model's own: modules trained as a whole are not supported")

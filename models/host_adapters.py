@@ -39,9 +39,10 @@ class HostAdapters:
     def read(self, path: str, signature: str) -> RankAdapter:
         """Without keeping it. The files must be those that were validated, before and after; an empty signature stands for any."""
         _check_signature(path, signature)
-        adapter = self._read(Path(path))
-        _check_signature(path, signature)
-        return adapter
+        try:
+            return self._read(Path(path))
+        finally:
+            _check_signature(path, signature)  # why it can't be read may be that it was replaced
 
 
 def _check_signature(path: str, expected: str) -> None:

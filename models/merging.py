@@ -101,8 +101,8 @@ def _open(folder: Path, weight: float, lora_shapes: dict[str, tuple[int, int]], 
 
 
 def _reason(error: Exception) -> str:
-    """Without the path that the system adds."""
-    return (isinstance(error, OSError) and error.strerror) or str(error)
+    """Without the path that the system or safetensors adds."""
+    return error.strerror or "it is not there" if isinstance(error, OSError) else str(error)
 
 
 def _read(source: _Source, path: str) -> _Part:

@@ -193,6 +193,8 @@ def test_a_part_of_a_merge_is_searched_for_under_all_its_names_and_who_wants_it_
         merge, door = await world.held_search(half_of(with_source))
         assert all(world.finder.is_searching(ref) for ref in (named, world.ref, with_source, rewritten(world.ref, "")))
         assert not world.finder.is_searching(AdapterRef(adapter_id=f"{world.web.url}/other"))
+        assert world.finder.is_searching(half_of(world.ref))
+        assert not world.finder.is_searching(merge_ref("merge of http://x/y", world.ref.adapter_id, weights=(1.0,)))
         plain = asyncio.create_task(world.finder.find(named))  # as requests are searched for
         await asyncio.sleep(0.01)
         door.set()

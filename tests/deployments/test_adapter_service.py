@@ -272,6 +272,31 @@ def test_a_pin_outlives_a_moment_in_which_its_files_were_away(service: AdapterSe
     run(work())
 
 
+def test_a_pin_that_failed_is_tried_again_whatever_becomes_of_an_older_load(
+    service: AdapterService, store: Store, root: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(adapter_service, "RETRY_S", 0.1)
+
+    async def work() -> None:
+        admin = ReplicaAdmin(service)
+        (root / "small").rename(root.parent / "away")
+        store.held = "small"
+        await admin.change("load", "small")
+        await asyncio.sleep(0.05)
+        store.held = ""
+        await admin.change("pin", "small")
+        while not service._retries:
+            await asyncio.sleep(0.005)
+        store.door.set()  # the older one fails too
+        await asyncio.sleep(0.05)
+        (root.parent / "away").rename(root / "small")
+        while not (await statuses(service))["small"].is_pinned:
+            await asyncio.sleep(0.01)
+        assert not service._retries
+
+    run(work())
+
+
 def test_a_pin_whose_loads_fail_again_and_again_is_tried_no_more_often(
     service: AdapterService, store: Store, root: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

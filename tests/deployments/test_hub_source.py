@@ -32,8 +32,8 @@ def fetched(source: HubSource, place: Place, folder: Path, token: str = "") -> d
     return {file.name: file.read_bytes() for file in folder.iterdir() if file.is_file()}
 
 
-def fail(handler: Handler) -> bool:
-    handler.reply(503)
+def fail(handler: Handler, status: int = 503) -> bool:
+    handler.reply(status)
     return True
 
 
@@ -122,11 +122,13 @@ def test_a_hub_that_fails_or_is_away_is_an_error_that_does_not_quote_the_token(
         HubSource().describe(Place("hub", "org/small"), "hf_secret")
 
 
-def test_a_hub_that_goes_away_after_it_told_of_an_adapter_can_not_be_reached(
-    tmp_path: Path, hub: HubServer, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize(("status", "error"), [(503, SourceFailed), (429, AdapterFailed), (403, AdapterNotFound)])
+def test_a_hub_that_fails_after_it_told_of_an_adapter_says_so_and_who_may_not_read_it_spoils_it_for_nobody(
+    tmp_path: Path, hub: HubServer, monkeypatch: pytest.MonkeyPatch, status: int, error: type[AdapterFailed]
 ) -> None:
     monkeypatch.setattr(time, "sleep", lambda seconds: None)  # between the tries of the hub's own client
-    hub.rules[f"/org/small/resolve/{hub.commit('org/small')}/{WEIGHTS}"] = fail
-    with pytest.raises(SourceFailed, match="'org/small': the hub can't be reached$"):
+    hub.rules[f"/org/small/resolve/{hub.commit('org/small')}/{WEIGHTS}"] = lambda handler: fail(handler, status)
+    words = "not for this token" if status == 403 else f"the hub answered {status}"
+    with pytest.raises(AdapterFailed, match=f"'org/small'.* {words}$") as raised:
         fetched(HubSource(), Place("hub", "org/small"), tmp_path / "out")
-    assert not (tmp_path / "out" / WEIGHTS).exists()
+    assert type(raised.value) is error and not (tmp_path / "out" / WEIGHTS).exists()
