@@ -109,7 +109,8 @@ class AdapterTiers:
         adapter = table.find(adapter.version) or adapter  # whose own pin does not stand in its way
         if not table.could_place(adapter):
             raise too_many_pages(adapter.adapter_id, adapter.num_pages, table.num_pages, table.num_pinned_pages)
-        if not adapter.page_ids and not host.could_hold(adapter, self._pinned.values()):
+        is_kept = adapter.is_in_host and (adapter.is_pinned or adapter.is_awaited)  # it is never evicted
+        if not adapter.page_ids and not is_kept and not host.could_hold(adapter, self._pinned.values()):
             raise too_many_bytes(adapter.adapter_id, host.max_bytes)
 
     def places(self, versions: Collection[str]) -> dict[str, AdapterPlace]:

@@ -289,6 +289,7 @@ class Engine:
         if prepared.grammar:
             self._grammars.arrived(prepared.grammar, prepared.num_bytes, prepared.error)
             self._scheduler.waiting.wake_loaded()  # so that their adapters are asked for at once
+            self._scheduler.has_displaced = True  # those may have left, and find no room any more
         elif prepared.error:
             adapter, reason = self._tiers.failed(prepared.copy, prepared.error)
             self._fail_adapter(adapter, AdapterChanged(reason) if prepared.is_changed else AdapterFailed(reason))

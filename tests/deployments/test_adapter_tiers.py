@@ -105,6 +105,19 @@ def test_an_adapter_in_the_pool_is_served_though_pins_would_leave_no_room_to_rea
     tiers.check(here)
 
 
+@pytest.mark.parametrize("why", ["pinned", "waited for"])
+def test_an_adapter_that_is_kept_in_host_memory_is_served_whatever_is_pinned_later(why: str) -> None:
+    """By then it takes less than its pages say."""
+    tiers = AdapterTiers(AdapterTable(40), HostTier(100, PAGE))
+    adapter = Adapter("here", "here", "here", num_pages=6)
+    here = tiers.pin(adapter) if why == "pinned" else tiers.load(adapter)
+    tiers.host.arrived(here.host_copy, 2 * PAGE, 0.5)
+    if why == "waited for":
+        tiers.table.acquire(here)
+    tiers.pin(Adapter("later", "later", "later", num_pages=7))
+    tiers.check(here)
+
+
 def test_a_pinned_adapter_that_is_unloaded_leaves_its_room_to_others() -> None:
     tiers, told = AdapterTiers(AdapterTable(4), HostTier(100, PAGE)), []
     pinned = tiers.pin(Adapter("pinned", "pinned", "pinned", num_pages=3))
