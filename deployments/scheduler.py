@@ -231,10 +231,7 @@ class Scheduler:
 
     def _displace_idle(self, adapter: Adapter) -> bool:
         """Whether there are pages for it once those leave of which nothing can start yet."""
-        idle = [other for other in self.waiting.idle_held() if not other.is_pinned]
-        idle.sort(
-            key=self.adapters.could_place
-        )  # the last goes first: those that can't come back, beside what is pinned since, stay longest
+        idle = [other for other in self.waiting.idle_held() if not other.is_pinned and self.adapters.could_place(other)]
         if adapter.num_pages > self.adapters.num_available_pages + sum(other.num_pages for other in idle):
             return False
         while not self.adapters.can_place(adapter):

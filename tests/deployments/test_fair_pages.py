@@ -217,19 +217,6 @@ def test_an_adapter_of_which_all_wait_for_their_grammars_makes_room_and_comes_ba
     server.assert_empty()
 
 
-def test_an_adapter_of_which_all_wait_for_their_grammars_makes_room_though_pins_keep_it_from_coming_back() -> None:
-    server = Server(num_pages=10)
-    server.add([1, 2], 3, "large", num_pages=6)
-    server.run()
-    server.add([5, 6], 3, "large", num_pages=6, waits_for_grammar=True)
-    pinned = server.add([3], 1, "pinned", waits_for_grammar=True, num_pages=5)
-    assert pinned.adapter
-    server.scheduler.adapters.pin(pinned.adapter)
-    other = server.add([7], 3, "other", num_pages=5)
-    steps_until(server, other, 10)
-    assert server.scheduler.has_displaced, "who can't come back is told"
-
-
 @pytest.mark.parametrize("reason", ["pinned", "running"])
 def test_an_adapter_with_requests_that_wait_for_their_grammars_stays_if_it_is(reason: str) -> None:
     server = Server(num_pages=1)
