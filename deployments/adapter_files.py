@@ -13,6 +13,7 @@ from itertools import islice
 from pathlib import Path
 
 from loray.deployments.adapter_room import ANY_ROOM, AdapterRoom
+from loray.deployments.adapter_template import MAX_BYTES
 from loray.deployments.adapters import Adapter
 from loray.deployments.errors import AdapterFailed, AdapterNotFound
 from loray.deployments.expiring import Expiring
@@ -59,6 +60,9 @@ class AdapterFiles:
         """Of files that are not here yet, by their names."""
         with _errors_of(adapter_id):
             check_config_size(sizes[CONFIG_FILE])
+        for name, max_bytes in MAX_BYTES.items():
+            if sizes.get(name, 0) > max_bytes:
+                raise AdapterFailed(f"adapter {adapter_id!r}: {name} has more than {max_bytes} bytes")
         if sizes[WEIGHTS_FILE] > self._max_weights_bytes:
             raise AdapterFailed(
                 f"adapter {adapter_id!r}: {WEIGHTS_FILE} has {sizes[WEIGHTS_FILE]} bytes, more than there could ever be room for "
@@ -121,15 +125,22 @@ class AdapterFiles:
     def locate(self, adapter_id: str) -> Path:
         """Its folder, which may be no adapter. Raises AdapterNotFound."""
         tops = [Path(os.path.realpath(root)) for root in self._roots]
+        roots = ", ".join(f"{root.parent.name}/{root.name}" for root in self._roots)
+        reason = ""
         for root in self._roots:
             with contextlib.suppress(OSError, ValueError):  # a name that no file system can hold, or a root that can't be read now
                 path = Path(os.path.realpath(root / adapter_id))
                 files = [Path(os.path.realpath(path / name)) for name in (CONFIG_FILE, WEIGHTS_FILE)]  # each may be a link of its own
-                is_inside = all(any(file.is_relative_to(top) for top in tops) for file in (path, *files))
-                if is_inside and path not in tops and files[0].is_file():
+                is_inside, *are_inside = (any(file.is_relative_to(top) for top in tops) for file in (path, *files))
+                if not is_inside or path in tops or not path.is_dir():
+                    continue
+                if not all(are_inside):
+                    reason = reason or "has files that are links out of the folders this server reads"
+                elif files[0].is_file():
                     return path
-        roots = ", ".join(f"{root.parent.name}/{root.name}" for root in self._roots)
-        raise AdapterNotFound(f"adapter {adapter_id!r} is not in any of the folders this server reads ({roots})")
+                else:
+                    reason = reason or f"has no {CONFIG_FILE} in its folder"
+        raise AdapterNotFound(f"adapter {adapter_id!r} {reason or f'is not in any of the folders this server reads ({roots})'}")
 
     def _read(self, adapter_id: str, path: Path) -> Adapter:
         """Anew where the files were replaced meanwhile: what was read then may be of these, its signature of those."""

@@ -56,6 +56,7 @@ class Offer:
     stamp: str  # differs when the files do; "" = the source can't tell
     is_private: bool = False  # not everybody may read it
     digests: dict[str, Digest] = field(default_factory=dict)  # by file name, of those that the source tells
+    changed: tuple[str, ...] = ()  # when each file was, as far as the source tells: to the second, which is too coarse for a stamp
 
     @property
     def num_bytes(self) -> int:

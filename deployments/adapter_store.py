@@ -38,6 +38,7 @@ from loray.models.adapter import Shapes
 logger = logging.getLogger("ray.serve.loray")
 
 TOKEN_S = 300.0  # how long a token counts as one that may read
+PROVEN_S = 3600.0  # how long one that could read does not wait among those of whom nobody knows
 MAX_REMEMBERED = 10_000
 
 NOWHERE = "none"  # the key of a reference that means nothing: nothing is kept under it
@@ -69,6 +70,7 @@ class AdapterStore:
         self._unrenewed: dict[str, str] = {}  # key -> why its source could not be asked anew
         self._failures = RememberedFailures()
         self._readers: Expiring[Asker, bool] = Expiring(TOKEN_S, MAX_REMEMBERED)  # whom the source has let read what is private
+        self._proven: Expiring[Asker, bool] = Expiring(PROVEN_S, MAX_REMEMBERED)  # the same, of a while ago: permits nothing
         self._salt = secrets.token_bytes(32)
 
     def find(self, ref: AdapterRef) -> Adapter:
@@ -128,7 +130,8 @@ class AdapterStore:
         """Deletes its download; what is held is for `free`. The configured roots are left alone. path: of one merge; else all of a name."""
         self.forget(ref)
         key = self.place_key(ref)
-        self._readers.drop(lambda asker: asker[0] == key)
+        for known in (self._readers, self._proven):
+            known.drop(lambda asker: asker[0] == key)
         for asker in (asker for asker in self._asking.in_use() if asker.startswith(f"{key} ")):
             with self._asking.only_one(asker):  # what comes now goes too
                 pass
@@ -169,6 +172,15 @@ class AdapterStore:
         """Whether it is here and not for everybody."""
         entry = self._cache.entry(self.place_key(ref))
         return entry is not None and entry.is_private
+
+    def is_proven(self, ref: AdapterRef) -> bool:
+        """Whether its token could read it a while ago."""
+        if not ref.api_token or ref.merge:
+            return False
+        try:
+            return self._proven.get(self._wish(ref, place_of(ref, self._default_source)).asker) is not None
+        except InvalidRequest:
+            return False
 
     def is_stale(self, ref: AdapterRef) -> bool:
         """Whether the next find asks its source anew."""
@@ -220,6 +232,7 @@ class AdapterStore:
             return True
         if may_read := self._sources[wish.place.source].may_read(wish.place, wish.token):
             self._readers.put(wish.asker, True)
+            self._proven.put(wish.asker, True)
         return may_read
 
     def _held(self, wish: _Wish) -> Adapter | None:

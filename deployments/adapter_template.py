@@ -4,13 +4,26 @@ import json
 import os
 import stat
 from pathlib import Path
+from typing import Any
+
+import msgspec
 
 from loray.deployments.adapter_sources import TEMPLATE_FILE, TOKENIZER_FILE
 from loray.deployments.errors import AdapterFailed
 from loray.models.adapter_config import CONFIG_FILE
 from loray.models.adapter_header import WEIGHTS_FILE
 
-MAX_FILE_BYTES = 4 << 20
+MAX_TEMPLATE_BYTES = 1 << 20
+MAX_BYTES = {TEMPLATE_FILE: MAX_TEMPLATE_BYTES, TOKENIZER_FILE: 16 << 20}  # the tokens added to a vocabulary may be many
+
+
+class _TokenizerConfig(msgspec.Struct):
+    """What of it is read. A stranger wrote it, so no values are made of the rest."""
+
+    chat_template: msgspec.Raw = msgspec.Raw(b"null")
+
+
+_TOKENIZER_CONFIG = msgspec.json.Decoder(_TokenizerConfig)
 
 
 def adapter_template(folder: Path, adapter_id: str) -> str:
@@ -21,7 +34,7 @@ def adapter_template(folder: Path, adapter_id: str) -> str:
     if text is None:
         return ""
     try:
-        template = json.loads(text).get("chat_template") or ""
+        template = _template_field(text) or ""
         if isinstance(template, list):  # several, by name
             template = next((one["template"] for one in template if one["name"] == "default"), "")
         if not isinstance(template, str):
@@ -29,6 +42,18 @@ def adapter_template(folder: Path, adapter_id: str) -> str:
     except (ValueError, RecursionError, AttributeError, LookupError, TypeError):
         raise AdapterFailed(f"adapter {adapter_id!r}: {TOKENIZER_FILE} is not what it should be") from None
     return template
+
+
+def _template_field(text: str) -> Any:
+    try:
+        raw = bytes(_TOKENIZER_CONFIG.decode(text).chat_template)
+    except msgspec.DecodeError:  # NaN is no JSON, but Python writes it
+        if len(text) > MAX_TEMPLATE_BYTES:
+            raise
+        return json.loads(text).get("chat_template")
+    if len(raw) > MAX_TEMPLATE_BYTES:
+        raise ValueError("too long")
+    return json.loads(raw)
 
 
 def _own_folders(folder: Path) -> set[str]:
@@ -45,8 +70,8 @@ def _read(folder: Path, name: str, adapter_id: str) -> str | None:
         found = file.stat()
         if not stat.S_ISREG(found.st_mode):  # a pipe would be waited for
             raise AdapterFailed(f"adapter {adapter_id!r}: {name} is not a file")
-        if found.st_size > MAX_FILE_BYTES:
-            raise AdapterFailed(f"adapter {adapter_id!r}: {name} has more than {MAX_FILE_BYTES} bytes")
+        if found.st_size > MAX_BYTES[name]:
+            raise AdapterFailed(f"adapter {adapter_id!r}: {name} has more than {MAX_BYTES[name]} bytes")
         return file.read_text()
     except FileNotFoundError:
         return None

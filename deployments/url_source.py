@@ -68,7 +68,11 @@ class UrlSource:
             if info and isinstance(info.get("size"), int):
                 infos[name] = info
         digests = {name: digest for name, info in infos.items() if (digest := told_digest(place.source, info))}
-        return Offer({name: info["size"] for name, info in infos.items()}, stamp=_stamp(infos), digests=digests)
+        sizes, changed = (
+            {name: info["size"] for name, info in infos.items()},
+            tuple(info.get("Last-Modified", "") for info in infos.values()),
+        )
+        return Offer(sizes, stamp=_stamp(infos), digests=digests, changed=changed)
 
     def fetch(self, place: Place, offer: Offer, names: Iterable[str], token: str, folder: Path) -> None:
         for name in names:

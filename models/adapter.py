@@ -77,7 +77,7 @@ class AdapterSpec:
 
 def read_adapter(folder: Path, lora_shapes: Shapes) -> AdapterSpec:
     """lora_shapes: module path -> (in_features, out_features) of all that can carry LoRA, linears first. A model whose embedding is
-    not among them is one that transformers runs: it takes plain LoRA."""
+    not among them is one that transformers runs: it takes LoRA and biases on linears."""
     try:
         config = _read_config(folder, lora_shapes)
         places = read_places(folder)

@@ -1,18 +1,37 @@
 """Reads the header of an adapter's safetensors file and checks it against the file's size. Never reads a weight."""
 
-import json
 import math
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Annotated, NamedTuple
+
+import msgspec
 
 from loray.models.adapter_config import AdapterError, shown
 
 WEIGHTS_FILE = "adapter_model.safetensors"
 SIZE_BYTES = 8  # in which a file says how long its header is
-MAX_HEADER_BYTES = 8 << 20  # forty thousand tensors
+# Strangers write headers, and all other threads wait while one is decoded: for tens of milliseconds at most.
+MAX_HEADER_BYTES = 4 << 20
+MAX_TENSORS = 20_000
+MAX_ENTRY_BYTES = 1000
 MAX_NAME_LEN = 512
 MAX_DIMS = 8
 DTYPES = {"F32": 4, "F16": 2, "BF16": 2}  # bytes of one element
+
+
+Size = Annotated[int, msgspec.Meta(ge=0, lt=1 << 62)]
+
+
+class _Entry(msgspec.Struct):
+    """Of one tensor, as its file tells it."""
+
+    dtype: str
+    shape: Annotated[tuple[Size, ...], msgspec.Meta(max_length=MAX_DIMS)]
+    data_offsets: tuple[Size, Size]  # bytes, counted from the header's end
+
+
+_HEADER = msgspec.json.Decoder(dict[str, msgspec.Raw])
+_ENTRY = msgspec.json.Decoder(_Entry)
 
 
 class TensorPlace(NamedTuple):
@@ -34,21 +53,20 @@ def read_places(folder: Path) -> dict[str, TensorPlace]:
                 "safetensors.torch.save_file(torch.load('adapter_model.bin', weights_only=True), 'adapter_model.safetensors')"
             )
         raise AdapterError(f"{WEIGHTS_FILE} is missing, or no file")
-    header, file_size, data_size = _read(file)
-    for name, entry in header.items():
-        _check_entry(name, entry, data_size)
-    _check_neighbours(header, data_size)
+    raw, file_size, data_size = _read(file)
+    entries = {name: _entry(name, text, data_size) for name, text in raw.items()}
+    _check_neighbours(entries, data_size)
     start = file_size - data_size
-    return {name: _place(entry, start) for name, entry in header.items()}
+    return {name: _place(entry, start) for name, entry in entries.items()}
 
 
-def _place(entry: dict[str, Any], start: int) -> TensorPlace:
-    begin, end = entry["data_offsets"]
-    return TensorPlace(entry["dtype"], tuple(entry["shape"]), start + begin, start + end)
+def _place(entry: _Entry, start: int) -> TensorPlace:
+    begin, end = entry.data_offsets
+    return TensorPlace(entry.dtype, entry.shape, start + begin, start + end)
 
 
-def _read(file: Path) -> tuple[dict[str, Any], int, int]:
-    """Tensor name -> dtype, shape, data_offsets; the file's bytes, and those after the header."""
+def _read(file: Path) -> tuple[dict[str, msgspec.Raw], int, int]:
+    """Tensor name -> its entry; the file's bytes, and those after the header."""
     try:
         with open(file, "rb") as opened:
             size = file.stat().st_size
@@ -57,47 +75,47 @@ def _read(file: Path) -> tuple[dict[str, Any], int, int]:
                 raise AdapterError(f"{WEIGHTS_FILE} is cut short: {size} bytes cannot hold its header")
             if header_size > MAX_HEADER_BYTES:
                 raise AdapterError(f"{WEIGHTS_FILE} has a header of {header_size} bytes, more than {MAX_HEADER_BYTES}")
-            header = json.loads(opened.read(header_size))
+            text = opened.read(header_size)
+        if text.count(b":") > 4 * MAX_TENSORS:  # an entry has four
+            raise AdapterError(f"{WEIGHTS_FILE} has a header with too many entries, more than {MAX_TENSORS}")
+        header = _HEADER.decode(text)
     except OSError as error:
         raise AdapterError(f"{WEIGHTS_FILE} cannot be read: {error.strerror}") from None
     except RecursionError:
         raise AdapterError(f"{WEIGHTS_FILE} is corrupt: its header is nested too deeply") from None
-    except ValueError as error:
-        raise AdapterError(f"{WEIGHTS_FILE} is corrupt: {error}") from None
-    if not isinstance(header, dict):
-        raise AdapterError(f"{WEIGHTS_FILE} is corrupt: its header is not a JSON object")
+    except ValueError:  # msgspec's too
+        raise AdapterError(f"{WEIGHTS_FILE} is corrupt: its header is no map of tensors in JSON") from None
     header.pop("__metadata__", None)
     if not header:
         raise AdapterError(f"{WEIGHTS_FILE} holds no tensors")
     return header, size, size - SIZE_BYTES - header_size
 
 
-def _check_entry(name: str, entry: Any, data_size: int) -> None:
+def _entry(name: str, text: msgspec.Raw, data_size: int) -> _Entry:
     if len(name) > MAX_NAME_LEN or not name.isprintable():
         raise AdapterError(f"{WEIGHTS_FILE} is corrupt: a tensor is called {shown(name)}, which is no name")
-    fields: dict[str, Any] = entry if isinstance(entry, dict) else {}
-    dtype, shape, offsets = (fields.get(field, "") for field in ("dtype", "shape", "data_offsets"))
-    if not isinstance(dtype, str) or not _is_sizes(shape) or not _is_sizes(offsets) or len(offsets) != 2:
-        raise AdapterError(f"{WEIGHTS_FILE} is corrupt: the entry of {name} cannot be understood: {shown(entry)}")
-    if dtype not in DTYPES:
-        raise AdapterError(f"{name} has dtype {shown(dtype)}; only {', '.join(DTYPES)} are supported")
-    begin, end = offsets
+    if len(memoryview(text)) > MAX_ENTRY_BYTES:
+        raise AdapterError(f"{WEIGHTS_FILE} is corrupt: the entry of {name} has more than {MAX_ENTRY_BYTES} bytes")
+    try:
+        entry = _ENTRY.decode(text)
+    except ValueError as error:
+        raise AdapterError(f"{WEIGHTS_FILE} is corrupt: the entry of {name} cannot be understood: {error}") from None
+    if entry.dtype not in DTYPES:
+        raise AdapterError(f"{name} has dtype {shown(entry.dtype)}; only {', '.join(DTYPES)} are supported")
+    begin, end = entry.data_offsets
     if end > data_size:
         raise AdapterError(f"{WEIGHTS_FILE} is cut short: {name} ends at byte {end} of {data_size}")
-    if end - begin != math.prod(shape) * DTYPES[dtype]:
-        raise AdapterError(f"{WEIGHTS_FILE} is corrupt: {name} has {end - begin} bytes, its shape {shape} needs another number")
+    if end - begin != math.prod(entry.shape) * DTYPES[entry.dtype]:
+        raise AdapterError(f"{WEIGHTS_FILE} is corrupt: {name} has {end - begin} bytes, its shape {list(entry.shape)} needs another number")
+    return entry
 
 
-def _check_neighbours(header: dict[str, Any], data_size: int) -> None:
+def _check_neighbours(entries: dict[str, _Entry], data_size: int) -> None:
     """Every byte belongs to one tensor."""
     previous = 0
-    for begin, end, name in sorted((*entry["data_offsets"], name) for name, entry in header.items()):
+    for begin, end, name in sorted((*entry.data_offsets, name) for name, entry in entries.items()):
         if begin != previous:
             raise AdapterError(f"{WEIGHTS_FILE} is corrupt: {name} begins at byte {begin}, and what is before it ends at {previous}")
         previous = end
     if previous != data_size:
         raise AdapterError(f"{WEIGHTS_FILE} is corrupt: it has {data_size} bytes of data, and its tensors end at {previous}")
-
-
-def _is_sizes(value: Any) -> bool:
-    return isinstance(value, list) and len(value) <= MAX_DIMS and all(type(size) is int and 0 <= size < 1 << 63 for size in value)

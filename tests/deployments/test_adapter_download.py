@@ -143,6 +143,16 @@ def test_files_too_large_for_any_adapter_are_refused_unread(world: World, source
 
 
 @pytest.mark.parametrize("source", ["hub", "web"])
+@pytest.mark.parametrize(("name", "max_bytes"), [("chat_template.jinja", 1 << 20), ("tokenizer_config.json", 16 << 20)])
+def test_a_template_too_large_to_be_read_is_not_fetched(world: World, source: str, name: str, max_bytes: int) -> None:
+    file = world.places[source] / name
+    file.touch()
+    os.truncate(file, max_bytes + 1)
+    assert refusal(world.store(), world.refs[source]) == f"adapter NAME: {name} has more than {max_bytes} bytes"
+    assert world.num_gets(source, name) == world.num_gets(source, WEIGHTS) == 0
+
+
+@pytest.mark.parametrize("source", ["hub", "web"])
 def test_each_file_of_a_good_adapter_is_fetched_once(world: World, source: str) -> None:
     (world.places[source] / "chat_template.jinja").write_text("{{ messages }}")
     found = world.store(SMALL_ROOM).find(world.refs[source])

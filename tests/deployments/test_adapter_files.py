@@ -25,6 +25,24 @@ def test_an_adapter_is_found_by_its_folders_name(root: Path) -> None:
     assert adapter.adapter_id == "small" and adapter.num_pages == 1 and adapter.path == str(root / "small")
 
 
+def test_a_folder_that_is_no_adapter_is_told_from_one_that_is_not_there(root: Path, tmp_path: Path) -> None:
+    files = AdapterFiles([root], SHAPES)
+    save_folder(root / "deep" / "small", rank=4)
+    save_folder(tmp_path / "elsewhere", rank=4)
+    save_folder(root / "linked", rank=4)
+    (root / "linked" / "adapter_model.safetensors").unlink()
+    os.symlink(tmp_path / "elsewhere" / "adapter_model.safetensors", root / "linked" / "adapter_model.safetensors")
+    for adapter_id, reason in (
+        ("nobody", r"is not in any of the folders this server reads \(.*/root\)"),
+        ("../elsewhere", "is not in any of the folders"),
+        (".", "is not in any of the folders"),
+        ("deep", "has no adapter_config.json in its folder$"),
+        ("linked", "has files that are links out of the folders this server reads"),
+    ):
+        with pytest.raises(AdapterNotFound, match=f"adapter '{adapter_id}' {reason}"):
+            files.find(adapter_id)
+
+
 def test_pages_hold_eight_ranks_each(root: Path) -> None:
     files = AdapterFiles([root], SHAPES)
     for rank, num_pages in ((1, 1), (8, 1), (9, 2), (64, 8)):

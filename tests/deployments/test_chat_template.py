@@ -256,6 +256,8 @@ def test_a_folders_template_is_its_jinja_file_else_in_its_tokenizers_configurati
     several = [{"name": "tool_use", "template": "t"}, {"name": "default", "template": "d"}]
     (tmp_path / "tokenizer_config.json").write_text(json.dumps({"chat_template": several}))
     assert adapter_template(tmp_path, "a") == "d"
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps({"max": float("inf"), "chat_template": [*several, {"name": "odd"}]}))
+    assert adapter_template(tmp_path, "a") == "d"
     (tmp_path / "tokenizer_config.json").write_text(json.dumps({"chat_template": "old"}))
     assert adapter_template(tmp_path, "a") == "old"
     (tmp_path / "chat_template.jinja").write_text("näw")

@@ -1,8 +1,13 @@
+import gzip
 import hashlib
+import os
 import sys
 import threading
 from collections.abc import Callable, Iterator
+from contextlib import closing
+from email.utils import formatdate
 from pathlib import Path
+from typing import Any
 
 import boto3
 import pytest
@@ -230,6 +235,35 @@ def test_files_that_change_between_two_reads_are_not_mixed(tmp_path: Path, serve
         fetched(UrlSource([server.url], {}), at(f"{server.url}/good/small"), tmp_path / "out")
 
 
+def test_a_server_without_etags_is_asked_when_its_files_were_changed(tmp_path: Path) -> None:
+    """As `python -m http.server` is."""
+
+    class Plain(FileServer):
+        def answer(self, handler: Handler) -> None:
+            file = self.root / handler.path.lstrip("/")
+            if not file.is_file():
+                return handler.reply(404)
+            handler.reply(200, file.read_bytes(), Last_Modified=formatdate(file.stat().st_mtime, usegmt=True))
+
+    folder = tmp_path / "served" / "small"
+    save_folder(folder, rank=4)
+    for file in folder.iterdir():
+        os.utime(file, (1e9, 1e9))
+
+    def retrain(handler: Handler) -> bool:
+        if handler.command == "GET":
+            save_folder(folder, rank=4, seed=1)  # of the same size
+        return False
+
+    with closing(Plain(tmp_path / "served")) as server:
+        source = UrlSource([server.url], {})
+        assert source.describe(at(f"{server.url}/small"), "").stamp == "", "a second is too coarse"
+        fetched(source, at(f"{server.url}/small"), tmp_path / "whole")
+        server.rules[f"/small/{WEIGHTS}"] = retrain
+        with pytest.raises(AdapterFailed, match="changed while"):
+            fetched(source, at(f"{server.url}/small"), tmp_path / "out")
+
+
 @pytest.mark.parametrize("status", [401, 403, 500])
 def test_a_server_that_refuses_is_quoted_with_its_status(server: FileServer, status: int) -> None:
     def refuse(handler: Handler) -> bool:
@@ -268,6 +302,37 @@ def test_a_source_whose_library_is_not_installed_says_which_extra_brings_it(monk
     monkeypatch.setitem(sys.modules, "gcsfs.core", None)
     with pytest.raises(AdapterFailed, match=r"loray\[gcs\]"):
         UrlSource(["gs://bucket"], {}).describe(at("gs://bucket/a"), "")
+
+
+def test_a_file_system_that_could_not_be_made_is_tried_again_at_the_next_call(server: FileServer, monkeypatch: pytest.MonkeyPatch) -> None:
+    source, place = UrlSource([server.url], {}), at(f"{server.url}/good/small")
+    make, failures = source._make, [OSError("no credentials yet")]
+
+    def fail_once(scheme: str, kind: Any) -> Any:
+        if failures:
+            raise failures.pop()
+        return make(scheme, kind)
+
+    monkeypatch.setattr(source, "_make", fail_once)
+    with pytest.raises(AdapterFailed, match="no credentials yet"):
+        source.describe(place, "")
+    assert WEIGHTS in source.describe(place, "").files
+
+
+def test_a_server_that_compresses_what_it_may_is_asked_for_the_files_as_they_are(tmp_path: Path, server: FileServer) -> None:
+    """Compressed, they have another size than was announced."""
+    expected = contents(tmp_path / "served" / "good" / "small")
+
+    def compress(handler: Handler) -> bool:
+        if handler.command == "GET" and "gzip" in handler.headers.get("Accept-Encoding", ""):
+            packed = gzip.compress(expected[Path(handler.path).name], compresslevel=0)
+            handler.reply(200, packed, Content_Encoding="gzip")
+            return True
+        return False
+
+    for name in expected:
+        server.rules[f"/good/small/{name}"] = compress
+    assert fetched(UrlSource([server.url], {}), at(f"{server.url}/good/small"), tmp_path / "out") == expected
 
 
 def test_a_slow_download_does_not_delay_another(tmp_path: Path, server: FileServer) -> None:

@@ -17,6 +17,7 @@ import numpy as np
 import psutil
 
 from loray.models.adapter import CONFIG_FILE, WEIGHTS_FILE
+from loray.models.adapter_header import MAX_HEADER_BYTES
 from tests.e2e.file_server import FileServer
 from tests.e2e.patience import PATIENCE_S
 from tests.e2e.stored_times import spread
@@ -91,13 +92,16 @@ def bad_kinds(root: Path, samples: Path, files: FileServer, num_folders: int, nu
         Kind("cut short", f"{WEIGHTS_FILE} is cut short", folders(local / "cut", "good", cut)),
         Kind("a config that is no JSON", f"{CONFIG_FILE} cannot be read", folders(local / "nojson", "good", break_config)),
         Kind("a pickle", "is a pickle", folders(local / "pickle", "good", pickle)),
+        Kind("a header of millions of lists", "the entry of a has more than", folders(local / "lists", "good", header_of_lists())),
+        Kind("a shape of millions of sizes", "the entry of a has more than", folders(local / "shape", "good", header_of_sizes())),
+        Kind("a header of bare names", "too many entries", folders(local / "names", "good", header_of_names())),
         Kind("of another base", OTHER_SHAPES, folders(local / "foreign", "foreign")),
         Kind("too large", NO_ROOM, folders(local / "huge", "huge")),
         Kind("a path out of the root", NOT_HERE, [f"{climb}/{name}" for name in outside]),
         Kind("a long path out of the root", NOT_HERE, [f"{BAD_FOLDER}/../a4/../{climb}/{name}" for name in outside]),
         Kind("a folder elsewhere", NOT_HERE, [f"{elsewhere}/{name}" for name in outside]),
         Kind("a link out of the root", NOT_HERE, [f"{BAD_FOLDER}/link-{name}" for name in outside]),
-        Kind("weights linked out of the root", NOT_HERE, folders(local / "linked", "good", link_weights(samples))),
+        Kind("weights linked out of the root", "links out of the folders", folders(local / "linked", "good", link_weights(samples))),
         Kind("a URL off the list", FORBIDDEN, spelled("http://169.254.169.254/x{}")),
         Kind("a bucket off the list", FORBIDDEN, spelled("s3://elsewhere/a{}")),
         Kind("a URL with ..", "without '..'", spelled(f"{files.url}/../etc{{}}")),
@@ -135,6 +139,35 @@ def break_config(folder: Path) -> None:
 
 def pickle(folder: Path) -> None:
     (folder / WEIGHTS_FILE).rename(folder / "adapter_model.bin")
+
+
+def header_of_lists() -> Callable[[Path], None]:
+    """As long as one may be."""
+    return weights_with(b'{"a":[' + b"[]," * ((MAX_HEADER_BYTES - 16) // 3) + b"[]]}")
+
+
+def header_of_sizes() -> Callable[[Path], None]:
+    return weights_with(b'{"a":{"dtype":"F32","shape":[' + b"9," * (MAX_HEADER_BYTES // 2 - 50) + b'9],"data_offsets":[0,4]}}')
+
+
+def header_of_names() -> Callable[[Path], None]:
+    return weights_with(b"{" + b",".join(b'"%06x":{}' % number for number in range(320_000)) + b"}")
+
+
+def weights_with(header: bytes) -> Callable[[Path], None]:
+    """One file for all folders."""
+    first: list[Path] = []
+
+    def link(folder: Path) -> None:
+        weights = folder / WEIGHTS_FILE
+        weights.unlink()
+        if first:
+            os.link(first[0], weights)
+        else:
+            weights.write_bytes(len(header).to_bytes(8, "little") + header)
+            first.append(weights)
+
+    return link
 
 
 def link_weights(samples: Path) -> Callable[[Path], None]:

@@ -51,6 +51,10 @@ def change_bytes(edit: Callable[[bytes], bytes], name: str = WEIGHTS) -> Callabl
     return lambda folder: (folder / name).write_bytes(edit((folder / name).read_bytes()))
 
 
+def change_header(header: bytes) -> Callable[[Path], Any]:
+    return change_bytes(lambda _: struct.pack("<Q", len(header)) + header)
+
+
 def long_offset(data: bytes) -> bytes:
     size = struct.unpack("<Q", data[:8])[0]
     header = json.loads(data[8 : 8 + size])
@@ -113,6 +117,11 @@ REFUSALS: dict[str, tuple[Callable[[Path], Any], list[str]]] = {
     "truncated": (change_bytes(lambda data: data[:-8]), ["cut short", "lora_"]),
     "header_cut": (change_bytes(lambda data: data[:100]), ["cut short"]),
     "header_garbage": (change_bytes(lambda data: data[:8] + b"\xff" * (len(data) - 8)), ["corrupt"]),
+    "header_a_list": (change_header(b"[]"), ["corrupt", "no map of tensors"]),
+    "header_of_names_alone": (change_header(b"{" + b",".join(b'"%x":1' % i for i in range(80_001)) + b"}"), ["too many entries"]),
+    "header_entry_a_long_list": (change_header(b'{"a":[' + b"[]," * 1_000_000 + b"[]]}"), ["entry of a", "1000 bytes"]),
+    "header_entry_a_list": (change_header(b'{"a":[]}'), ["entry of a", "array"]),
+    "header_nested_without_end": (change_header(b'{"a":' + b"[" * 1_000_000 + b"]" * 1_000_000 + b"}"), ["nested too deeply"]),
     "offset_beyond_file": (change_bytes(long_offset), ["cut short"]),
     "bytes_of_no_tensor": (change_bytes(lambda data: data + b"\0" * 16), ["corrupt", "bytes of data"]),
     "alpha_huge": (change_config(lora_alpha=10**400), ["lora_alpha"]),

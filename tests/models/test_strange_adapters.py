@@ -8,6 +8,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from peft import LoraConfig
+from peft.tuners.tuners_utils import check_target_module_exists
 
 from loray.models.adapter import AdapterError, AdapterSpec, most_weights_bytes, rank_in_config, read_adapter
 
@@ -138,12 +140,19 @@ def test_what_is_excluded_needs_no_tensors_however_the_others_begin(tmp_path: Pa
         read(tmp_path, shapes, **fields)
 
 
+@pytest.mark.parametrize("init", [False, "orthogonal"])
+def test_a_module_without_tensors_that_peft_would_fill_at_random_is_refused(tmp_path: Path, init: Any) -> None:
+    assert read(tmp_path, LINEAR, target_modules=["q_proj"], init_lora_weights="gaussian").modules, "B is zero there"
+    with pytest.raises(AdapterError, match="model.layers.1.self_attn.q_proj has no tensors.*at random"):
+        read(tmp_path, LINEAR, target_modules=["q_proj"], init_lora_weights=init)
+
+
 def test_large_files_are_refused_before_they_are_read(tmp_path: Path) -> None:
     read(tmp_path, LINEAR)
     with open(tmp_path / "adapter_model.safetensors", "r+b") as file:
-        file.write(struct.pack("<Q", (8 << 20) + 1))
+        file.write(struct.pack("<Q", (4 << 20) + 1))
         file.truncate(9 << 20)
-    with pytest.raises(AdapterError, match="header of 8388609 bytes, more than 8388608"):
+    with pytest.raises(AdapterError, match="header of 4194305 bytes, more than 4194304"):
         read_adapter(tmp_path, SHAPES)
     (tmp_path / "adapter_config.json").write_bytes(b" " * ((1 << 20) + 1))
     with pytest.raises(AdapterError, match=r"adapter_config.json has 1048577 bytes, more than 1048576"):
@@ -156,6 +165,16 @@ def test_all_linear_means_neither_the_embedding_nor_the_head(tmp_path: Path, sha
     assert len(read(tmp_path, LINEAR, target_modules="All-Linear").modules) == 1
     with pytest.raises(AdapterError, match=f"does not target {path}"):
         read(tmp_path, LINEAR | shapes, target_modules="all-linear")
+
+
+def test_of_all_linears_too_some_may_be_excluded(tmp_path: Path) -> None:
+    with pytest.raises(AdapterError, match=f"does not target model.{BARE}"):
+        read(tmp_path, LINEAR, target_modules="all-linear", exclude_modules=["q_proj"])
+
+
+def test_an_empty_list_of_layers_means_all_of_them_as_in_peft(tmp_path: Path) -> None:
+    assert check_target_module_exists(LoraConfig(target_modules=["q_proj"], layers_to_transform=[]), f"model.{BARE}")
+    assert read(tmp_path, LINEAR, target_modules=["q_proj"], layers_to_transform=[]).modules.keys() == {f"model.{BARE}"}
 
 
 def test_no_targets_are_not_all_targets(tmp_path: Path) -> None:
@@ -222,7 +241,7 @@ def test_no_adapter_with_so_many_pages_has_more_bytes(tmp_path: Path) -> None:
     biases = {f"{name}_B.bias": [4] for name in linears}
     spec = read(tmp_path, full | copies | biases, r=8, lora_bias=True)
     num_bytes = sum(place.end - place.begin for place in spec.places.values())
-    assert most_weights_bytes(SHAPES, num_pages=1, extra_bytes=spec.extra_bytes) == 8 + (8 << 20) + num_bytes
+    assert most_weights_bytes(SHAPES, num_pages=1, extra_bytes=spec.extra_bytes) == 8 + (4 << 20) + num_bytes
 
 
 def test_a_layers_pattern_that_matches_without_a_number_names_no_layer(tmp_path: Path) -> None:
