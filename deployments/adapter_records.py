@@ -83,6 +83,8 @@ class AdapterSet:
     def undo(self, changed: Changed) -> None:
         """If the adapter was changed again since, nothing is, but no later undo brings this change back."""
         adapter_id, previous = changed.record.ref.adapter_id, changed.previous
+        if changed.record is previous or changed.record == previous:  # it changed nothing
+            return
         self._undone[changed.record.change] = previous
         for oldest in list(self._undone)[:-MAX_UNDONE]:
             del self._undone[oldest]

@@ -18,6 +18,7 @@ from loray.deployments.adapter_status import AdapterStatus
 from loray.deployments.errors import Unhealthy
 
 TICK_S = 0.25  # how often silence is noticed
+NO_REPLICA = "no driver replica is there yet; try again"
 
 
 class Poll(msgspec.Struct, frozen=True, kw_only=True):
@@ -129,13 +130,18 @@ class AdapterRegistry:
             raise Unhealthy(f"not done by driver replica {', '.join(late)} within {waited}; it is recorded, and done when that can be")
         for replica_id, replica in self._live().items():
             if replica.error:
-                raise Unhealthy(f"driver replica {replica_id} could not do it: {replica.error}")
-        await self._wait_for_followers()
+                raise Unhealthy(
+                    f"driver replica {replica_id} could not do it: {replica.error}; it is recorded, and tried again with the next change"
+                )
+        try:
+            await self._wait_for_followers()  # else none that has acted on it has lived to tell
+        except Unhealthy:
+            self._undo(changed)
+            raise
         return msgspec.msgpack.encode(changed)
 
     async def undo(self, changed: bytes) -> None:
-        self._set.undo(msgspec.msgpack.decode(changed, type=Changed))
-        self._tell()
+        self._undo(msgspec.msgpack.decode(changed, type=Changed))
 
     async def statuses(self) -> bytes:
         """dict[replica id, list[AdapterStatus]] of this moment; of a replica that is slow to answer, its last report."""
@@ -143,14 +149,27 @@ class AdapterRegistry:
         self._question += 1
         question = self._question
         self._tell()
-        await self._until(lambda: all(replica.question >= question for replica in self._live().values()), self._patience.answer_s)
-        return msgspec.msgpack.encode({replica_id: replica.statuses for replica_id, replica in self._live().items()})
+        await self._until(lambda: all(self._answers(question)), self._patience.answer_s)
+        if not any(self._answers(question)):  # all are slow, or dead, which is found out by then
+            patience_s = self._patience.poll_s + self._patience.gone_s
+            await self._until(lambda: not self._live() or any(self._answers(question)), patience_s)
+        told = {replica_id: replica.statuses for replica_id, replica in self._live().items() if replica.question}
+        if not told:  # which is not to know of no adapters
+            raise Unhealthy(NO_REPLICA)
+        return msgspec.msgpack.encode(told)
+
+    def _answers(self, question: int) -> list[bool]:
+        return [replica.question >= question for replica in self._live().values()]
+
+    def _undo(self, changed: Changed) -> None:
+        self._set.undo(changed)
+        self._tell()
 
     async def _wait_for_followers(self) -> None:
         """Those of a registry that was built anew come back within moments."""
         await self._until(lambda: bool(self._live()), self._patience.answer_s)
         if not self._live():
-            raise Unhealthy("no driver replica is there yet; try again")
+            raise Unhealthy(NO_REPLICA)
 
     def _live(self) -> dict[str, _Replica]:
         now = time.monotonic()
@@ -202,4 +221,5 @@ def _together(one: AdapterStatus, other: AdapterStatus) -> AdapterStatus:
         host_use=one.host_use + other.host_use,
         disk_use=one.disk_use + other.disk_use,
         error=one.error or other.error,
+        last_failure=one.last_failure or other.last_failure,
     )

@@ -94,18 +94,19 @@ class AdapterAdmin:
         return _shape(await self._versions(adapter_id))
 
     async def _load(self, change: AdapterChange) -> dict[str, Any]:
-        """A load that fails or that nobody waits for leaves no record behind: no replica that starts later is to try it again."""
+        """A load that fails or that nobody waits for leaves no record behind: no replica that starts later is to try it again. Only one
+        that a replica has not begun with is recorded, and the error says so."""
         changing = asyncio.ensure_future(self._backend.change_adapter(change))
         try:
             changed = await asyncio.shield(changing)
             await self._wait_until_loaded(changed.record.ref)
+            return _shape(await self._versions(change.ref.adapter_id))
         except BaseException:  # also that the client has left
             undoing = asyncio.create_task(self._undo(changing))
             self._undoing.add(undoing)
             undoing.add_done_callback(self._undoing.discard)
             await asyncio.shield(undoing)
             raise
-        return _shape(await self._versions(change.ref.adapter_id))
 
     async def _undo(self, changing: "asyncio.Future[Changed]") -> None:
         with contextlib.suppress(LorayError):  # why the load failed says more

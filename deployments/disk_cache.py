@@ -1,7 +1,8 @@
 """Downloaded adapters on disk, bounded in bytes, shared by the processes of one node. Knows neither where they come from nor who asks.
 
 <key>/entry.json says which version of a place is to be used, <key>/<version>/ holds it; a version is the hash of its files, so that
-another content is another folder. partial/<key>.<bytes>/ is being downloaded. What counts is the disk: nothing is kept in memory.
+another content is another folder. partial/<key>.<bytes>/ is being downloaded. What counts is the disk: nothing is kept in memory but what
+an entry that has not changed says.
 A process that needs a version's files holds a lock on it; whoever deletes it has that lock for himself.
 """
 
@@ -29,6 +30,7 @@ logger = logging.getLogger("ray.serve.loray")
 
 ENTRY_FILE = "entry.json"
 REMOVED_FILE = "removed"  # in a version's folder: to be deleted as soon as nobody holds it
+MAX_REMEMBERED = 50_000  # entries
 FOUND_S = 0.2  # that may pass between finding an adapter and holding its files
 PARTIAL, LOCK_FILE = "partial", "lock"  # beside the keys; no key is written so
 ROOM = "room"  # nor so
@@ -40,6 +42,9 @@ class Entry(msgspec.Struct, frozen=True):
     stamp: str  # of the source, when it was read
     is_private: bool
     merge: AdapterRef | None = None  # what it was made of, and is called, if it was not downloaded
+
+
+Stamp = tuple[int, int]  # inode, nanoseconds since 1970
 
 
 class DiskFull(Exception):
@@ -61,13 +66,24 @@ class DiskCache:
         self._max_bytes = max_bytes
         self._is_clean = False
         self._cleaning = threading.Lock()
+        self._entries: dict[str, tuple[Stamp, Entry]] = {}  # by key, what was read with that stamp; any thread may put and pop
         self.uses = TierUses()  # by key, of this process
 
     def entry(self, key: str) -> Entry | None:
+        file = f"{self._folder}/{key}/{ENTRY_FILE}"
         try:
-            return msgspec.json.decode((self._folder / key / ENTRY_FILE).read_bytes(), type=Entry)
+            stamp = _stamp(file)
+            known = self._entries.get(key)
+            if known and known[0] == stamp:
+                return known[1]
+            entry = msgspec.json.decode(Path(file).read_bytes(), type=Entry)
         except (OSError, msgspec.MsgspecError):
+            self._entries.pop(key, None)
             return None
+        if len(self._entries) >= MAX_REMEMBERED:  # most of them are gone by now
+            self._entries.clear()
+        self._entries[key] = stamp, entry
+        return entry
 
     def entries(self) -> dict[str, Entry]:
         """By key."""
@@ -80,8 +96,7 @@ class DiskCache:
         with suppress(OSError), os.scandir(self._folder) as keys:
             for key in islice((key for key in keys if key.name not in (PARTIAL, LOCK_FILE)), max_keys):
                 with suppress(OSError):  # no key, or removed meanwhile
-                    entry = os.stat(f"{key.path}/{ENTRY_FILE}")
-                    stamps[key.name] = f"{entry.st_ino}-{entry.st_mtime_ns}"
+                    stamps[key.name] = "-".join(map(str, _stamp(f"{key.path}/{ENTRY_FILE}")))
         return stamps
 
     def set_entry(self, key: str, entry: Entry) -> None:
@@ -254,6 +269,11 @@ class DiskCache:
             self._delete_left()
             for mark in self._folder.glob(f"*/*/{REMOVED_FILE}"):
                 self.free(str(mark.parent))
+
+
+def _stamp(entry_file: str) -> Stamp:
+    found = os.stat(entry_file)
+    return found.st_ino, found.st_mtime_ns
 
 
 def _lock_name(version: Path) -> str:

@@ -10,9 +10,6 @@ class KeyedLock:
         self._guard = threading.Lock()
         self._locks: dict[str, tuple[threading.Lock, int]] = {}  # key -> lock, how many hold it or wait
 
-    def __contains__(self, key: str) -> bool:
-        return key in self._locks
-
     def in_use(self) -> list[str]:
         with self._guard:
             return list(self._locks)

@@ -43,6 +43,7 @@ class RegistryFollower:
         self._error = ""
         self._question = 0
         self._applying: asyncio.Task[None] | None = None
+        self._answering: asyncio.Task[None] | None = None
 
     async def run(self) -> None:
         """Until cancelled."""
@@ -73,14 +74,15 @@ class RegistryFollower:
             await self._call("restore", self._records)
             self._question = 0
         self._epoch = news.epoch
+        # Polls go on beside what takes its time, or the registry would take this replica for dead.
         if news.records:
             self._records = news.records
-            # Polls go on meanwhile, or the registry would take this replica for dead.
             if self._applying is None or self._applying.done():
                 self._applying = asyncio.create_task(self._apply_newest())
         if news.question > self._question:
-            await self._report(news.question)
             self._question = news.question
+            if self._answering is None or self._answering.done():
+                self._answering = asyncio.create_task(self._answer_newest())
 
     async def _apply_newest(self) -> None:
         while self._applied < self._records.number:
@@ -95,6 +97,18 @@ class RegistryFollower:
                 await self._report(self._question)
             except Exception as failure:  # the next poll says it too
                 logger.warning("the adapter registry did not take a report: %r", failure)
+
+    async def _answer_newest(self) -> None:
+        answered = 0
+        while answered < self._question:
+            question = self._question
+            try:
+                await self._report(question)
+            except Exception as failure:
+                logger.warning("the adapter registry did not take a report: %r", failure)
+                await asyncio.sleep(RETRY_S)
+                self._question = 0  # it is asked once more
+            answered = question
 
     async def _report(self, question: int) -> None:
         statuses = await self._statuses()

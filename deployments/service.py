@@ -35,6 +35,9 @@ MAX_ALTERNATIVES = 20  # most probable tokens reported for each new one
 FAILED = "error"  # the outcome of what met a bug
 ANSWER_S = 5.0  # for questions about health and numbers; one that is unanswered by then has failed
 
+VERY_MANY = 1000  # adapters, whose list takes drivers and ingress some tenths of a second
+REST_SHARE = 20.0  # of the time that such a list takes, until the next
+
 
 class FieldNames(NamedTuple):
     """What one API calls the fields that error messages point at."""
@@ -76,6 +79,7 @@ class Service:
         self.metrics = Metrics(replica, args.adapters.default_source)
         self.grammars = Grammars(tokenizer.folder, args.model.trust_remote_code, args.grammars)
         self.has_generated = False  # any token, for anybody
+        self._looks_again = 0.0  # at adapters for the metrics, by the monotonic clock
 
     @property
     def model_id(self) -> str:
@@ -254,12 +258,17 @@ class Service:
         return merge_replicas(status for statuses in by_replica.values() for status in statuses)
 
     async def measure_adapters(self) -> None:
-        """For the metrics, which must be readable also when nobody can tell."""
+        """For the metrics, which must be readable also when nobody can tell. Not so often that it costs much where very many are known."""
+        began = time.monotonic()
+        if began < self._looks_again:
+            return
         try:
             statuses = await asyncio.wait_for(self.adapter_statuses(), ANSWER_S)
         except Exception:
             return
         self.metrics.observe_adapters(statuses)
+        now = time.monotonic()
+        self._looks_again = now + REST_SHARE * (now - began) if len(statuses) > VERY_MANY else 0.0
 
     def info(self) -> dict[str, Any]:
         return {

@@ -11,7 +11,7 @@ import pytest
 
 from loray.deployments import adapter_records, registry_follower
 from loray.deployments.adapter_records import AdapterChange, AdapterRecords, AdapterSet, Changed
-from loray.deployments.adapter_registry import AdapterRegistry, News, Patience, Report, _Replica, merge_replicas
+from loray.deployments.adapter_registry import AdapterRegistry, News, Patience, Poll, Report, _Replica, merge_replicas
 from loray.deployments.adapter_status import AdapterStatus, TierUse
 from loray.deployments.errors import Unhealthy
 from loray.deployments.registry_follower import RegistryFollower
@@ -403,3 +403,22 @@ def test_a_report_that_a_newer_one_has_overtaken_counts_no_more() -> None:
         assert (replica.applied, replica.error, replica.question) == (2, "torn", 2) and replica.statuses == [status_of("pirate")]
 
     run(scenario())
+
+
+def test_a_replica_between_two_polls_is_still_waited_for() -> None:
+    async def scenario() -> None:
+        registry = AdapterRegistry(Patience(poll_s=0.05, gone_s=60, apply_s=60, answer_s=0.6))
+        await registry.changes(msgspec.msgpack.encode(Poll(replica_id="a")))
+        changing = asyncio.create_task(registry.change(msgspec.msgpack.encode(change("load"))))
+        await until(lambda: registry._set.number > 0 or changing.done())
+        assert not changing.done()
+        number = registry._set.number
+        await registry.changes(msgspec.msgpack.encode(Poll(replica_id="a", number=number, applied=number)))
+        assert msgspec.msgpack.decode(await changing, type=Changed).record.number == number
+
+    run(scenario())
+
+
+def test_failed_loads_of_two_revisions_are_not_merged() -> None:
+    failed = [status_of("pirate", "failed", version="", revision=name, error=f"{name} is torn") for name in ("main", "next")]
+    assert merge_replicas(failed) == failed

@@ -9,7 +9,7 @@ from loray.deployments import admin
 from loray.deployments.adapter_records import AdapterChange, AdapterRecord, Changed
 from loray.deployments.adapter_status import AdapterStatus
 from loray.deployments.admin import AdapterAdmin
-from loray.deployments.errors import InvalidRequest
+from loray.deployments.errors import InvalidRequest, Unhealthy
 from loray.deployments.middleware import routed_path
 from loray.deployments.service import Service
 from tests.deployments.scripted_backend import ScriptedBackend, run, saying, send, service_of, status_of
@@ -136,6 +136,7 @@ def test_the_list_puts_replicas_together_and_shows_private_adapters(service: Ser
         "host_use": {"num_loads": 0, "load_seconds": 0.0, "num_evictions": 0},
         "disk_use": {"num_loads": 0, "load_seconds": 0.0, "num_evictions": 0},
         "error": "",
+        "last_failure": "",
     }
 
 
@@ -271,6 +272,21 @@ def test_a_load_whose_client_leaves_leaves_no_record(service: Service, backend: 
         assert records(backend) == []
 
     run(scenario())
+
+
+def test_a_load_whose_replica_is_lost_before_the_answer_leaves_no_record(service: Service, backend: ScriptedBackend) -> None:
+    adapter_statuses, num_asked = backend.adapter_statuses, 0
+
+    async def lost_statuses() -> dict[str, list[AdapterStatus]]:
+        nonlocal num_asked
+        num_asked += 1
+        if num_asked > 1:
+            raise Unhealthy("no driver replica is there yet; try again")
+        return await adapter_statuses()
+
+    backend.statuses = {"replica": [status_of("pirate", "host")]}
+    backend.adapter_statuses = lost_statuses  # type: ignore[method-assign]
+    assert call(service, "POST", "", json={"adapter_id": "pirate"}).status_code == 503 and records(backend) == []
 
 
 def test_a_load_that_takes_too_long_leaves_no_record(service: Service, backend: ScriptedBackend, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,5 +1,6 @@
 import os
 import threading
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -29,6 +30,21 @@ def keep(cache: DiskCache, key: str, num_bytes: int, seed: int = 0, last_used: f
     if last_used is not None:
         os.utime(path, (last_used, last_used))
     return path
+
+
+def test_an_entry_is_read_again_only_when_it_has_changed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    cache, other = DiskCache(tmp_path / "cache", 1 << 20), DiskCache(tmp_path / "cache", 1 << 20)
+    keep(other, KEY, folder_bytes(tmp_path))
+    first, reads = cache.entry(KEY), []
+    read_bytes = Path.read_bytes
+    monkeypatch.setattr(Path, "read_bytes", lambda file: reads.append(file) or read_bytes(file))
+    assert cache.entry(KEY) == first and not reads
+    keep(other, KEY, folder_bytes(tmp_path), seed=1)
+    reads.clear()
+    second = cache.entry(KEY)
+    assert second and first and second.version != first.version and len(reads) == 1
+    other.remove(KEY)
+    assert cache.entry(KEY) is None and not cache._entries
 
 
 def test_what_was_published_is_found_by_another_cache_on_the_same_folder(tmp_path: Path) -> None:
@@ -80,6 +96,18 @@ def test_what_finds_no_room_beside_what_is_in_use_evicts_nothing(tmp_path: Path)
     cache.hold(str(paths[2]))
     with pytest.raises(DiskFull, match=f"in use take {size} "):
         keep(cache, "hub-large", 3 * size)
+    assert all(path.exists() for path in paths)
+
+
+def test_what_somebody_holds_since_it_was_looked_at_makes_no_room(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    size = folder_bytes(tmp_path)
+    cache = DiskCache(tmp_path / "cache", 2 * size)
+    paths = [keep(cache, f"hub-{i}", size, seed=i) for i in range(2)]
+    for path in paths:
+        cache.hold(str(path))
+    monkeypatch.setattr(cache._locks, "are_free", lambda names: [True] * len(names))  # a moment ago
+    with pytest.raises(DiskFull, match=f"in use take {2 * size} "):
+        keep(cache, "hub-2", size)
     assert all(path.exists() for path in paths)
 
 
@@ -292,6 +320,22 @@ def test_only_one_holds_a_key_and_others_are_free(tmp_path: Path) -> None:
             assert not entered.wait(0.2)  # it must not come while the key is held
     thread.join()
     assert entered.is_set()
+
+
+@pytest.mark.parametrize("work", ["free", "grow"])
+def test_files_are_counted_and_deleted_by_one_process_at_a_time(tmp_path: Path, work: str) -> None:
+    size = folder_bytes(tmp_path)
+    cache, other = (DiskCache(tmp_path / "cache", 2 * size) for _ in range(2))
+    removed = keep(cache, KEY, size)
+    (removed / disk_cache.REMOVED_FILE).touch()
+    with cache.only_one("hub-a"), cache.staging("hub-a") as staged, ThreadPoolExecutor(1) as threads:
+        with other.only_one(disk_cache.ROOM):
+            call = threads.submit(cache.free, str(removed)) if work == "free" else threads.submit(cache.grow, staged, size)
+            with pytest.raises(TimeoutError):
+                call.result(0.2)  # it must not come while the other counts
+            assert removed.exists() and staged.exists()
+        call.result(30)
+        assert not (removed if work == "free" else staged).exists()
 
 
 def test_the_eviction_of_an_older_version_leaves_the_newer_one_to_be_found(tmp_path: Path) -> None:

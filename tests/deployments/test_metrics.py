@@ -5,13 +5,16 @@ from collections.abc import AsyncGenerator
 import pytest
 
 from loray.deployments import adapter_metrics
+from loray.deployments import service as service_module
 from loray.deployments.adapter_status import AdapterStatus, TierUse
 from loray.deployments.config import ServerArgs
 from loray.deployments.errors import AdapterNotFound, Overloaded
+from loray.deployments.generation import Generation, Timing
 from loray.deployments.metrics import Metrics
-from loray.deployments.request import GenerationRequest, TokenEvent
+from loray.deployments.request import AdapterRef, GenerationRequest, TokenEvent
 from loray.deployments.service import Service
 from loray.deployments.tokenizer import Tokenizer
+from loray.models.step import Sampling
 from tests.deployments.rank_in_process import RankInProcess, start_engine
 from tests.deployments.scripted_backend import FACTS, HF, MAX_TOTAL_TOKENS, ScriptedBackend, saying, send, service_of, status_of
 
@@ -64,6 +67,23 @@ def test_failures_are_counted_by_type_and_the_time_in_the_queue_is_a_histogram()
     assert value(text, 'loray_failures_total{type="validation"}') == 3
     assert value(text, 'loray_queue_seconds_count{adapter="base"}') == 1
     assert value(text, 'loray_queue_seconds_sum{adapter="base"}') >= 0.05
+
+
+def test_each_histogram_is_of_the_time_between_the_moments_that_it_names() -> None:
+    adapter = AdapterRef(adapter_id="pirate")
+    request = GenerationRequest(request_id="r", prompt_ids=[5, 6], max_new_tokens=50, sampling=Sampling(), adapter=adapter)
+    moments = {"received": 1.0, "validated": 3.0, "accepted": 7.0, "admitted": 15.0, "first_token": 31.0, "finished": 127.0}
+    timing = Timing(**moments, latest_token=63.0, gaps=[0.5, 0.25])
+    generation = Generation(request, saying("x"), Tokenizer(HF), [], timing)
+    generation.num_tokens = 3
+    metrics = Metrics()
+    metrics.observe_generation(generation, "length")
+    metrics.observe_embedding(request, timing, "success")
+    text = metrics.text({}).decode()
+    expected = {"time_to_first_token": 30, "queue": 12, "inter_token": 0.75, "generation": 126, "embedding": 126}
+    assert {name: value(text, f'loray_{name}_seconds_sum{{adapter="adapter"}}') for name in expected} == expected
+    expected = {"queue": 14, "time_to_first_token": 30}
+    assert {name: value(text, f'loray_adapter_{name}_seconds_sum{{adapter="pirate"}}') for name in expected} == expected
 
 
 def test_unknown_paths_share_one_label() -> None:
@@ -288,6 +308,26 @@ def test_metrics_are_readable_while_nobody_tells_of_adapters() -> None:
 
     response = send(service_of(Down([])), "GET", "/metrics")
     assert response.status_code == 200 and "loray_driver_running" in response.text
+
+
+@pytest.mark.parametrize(("num_known", "num_looks"), [(3, 3), (4, 1)])
+def test_very_many_adapters_are_not_looked_at_for_every_reading(monkeypatch: pytest.MonkeyPatch, num_known: int, num_looks: int) -> None:
+    monkeypatch.setattr(service_module, "VERY_MANY", 3)
+    monkeypatch.setattr(service_module, "REST_SHARE", 1e9)
+    looks = []
+
+    class Counting(ScriptedBackend):
+        async def adapter_statuses(self) -> dict[str, list[AdapterStatus]]:
+            looks.append(await super().adapter_statuses())
+            await asyncio.sleep(0.01)  # it takes some time
+            return looks[-1]
+
+    backend = Counting([])
+    backend.statuses = {"replica": [status_of(f"a{number}", "gpu") for number in range(num_known)]}
+    service = service_of(backend)
+    texts = [send(service, "GET", "/metrics").text for _ in range(3)]
+    assert len(looks) == num_looks
+    assert [value(text, 'loray_adapters{state="gpu"}') for text in texts] == [num_known] * 3
 
 
 def test_two_versions_of_an_adapter_count_together() -> None:

@@ -85,3 +85,4 @@ def test_where_nothing_can_be_written_sharing_changes_nothing(tmp_path: Path) ->
     locks = NodeLocks(tmp_path / "file" / "lock")
     locks.share("a")
     locks.unshare("a")
+    assert list(tmp_path.iterdir()) == [tmp_path / "file"] and not (tmp_path / "file").read_bytes()
