@@ -53,6 +53,7 @@ class Store(Protocol):
     def disk_use(self, ref: AdapterRef, path: str = "") -> TierUse: ...
     def total_disk_use(self) -> TierUse: ...
     def is_private(self, ref: AdapterRef) -> bool: ...
+    def is_proven(self, ref: AdapterRef) -> bool: ...
     def is_stale(self, ref: AdapterRef) -> bool: ...
     def names(self) -> list[str]: ...
     def num_unlisted(self) -> int: ...
@@ -70,7 +71,7 @@ class AdapterFinder:
         self._removers = ThreadPoolExecutor(NUM_REMOVERS, "adapter-remover")
         self._lookers = ThreadPoolExecutor(NUM_LOOKERS, "adapter-looker")
         self._searches: dict[AdapterRef, asyncio.Task[Adapter]] = {}  # of those that may take long
-        self._num_waiting: Counter[str] = Counter()  # requests, by adapter id
+        self._num_waiting: Counter[tuple[str, bool]] = Counter()  # requests, by adapter id, and whether their tokens are proven
         self._num_asking: Counter[asyncio.Task[Adapter]] = Counter()  # requests, by search
         self._turns: dict[TurnKey, asyncio.Semaphore] = {}
         self._num_at: Counter[TurnKey] = Counter()  # that have or want a turn
@@ -82,11 +83,11 @@ class AdapterFinder:
 
     async def find(self, ref: AdapterRef) -> Adapter:
         """The adapter as it is to be served now; its version tells apart equal files of different places. Raises a LorayError."""
-        if self._num_waiting[ref.adapter_id] >= self._max_waiting:
-            num_waiting = self._num_waiting[ref.adapter_id]
-            raise Overloaded(f"{num_waiting} requests wait for adapter {ref.adapter_id!r} to be found; try again")
+        like = ref.adapter_id, self._store.is_proven(ref)
+        if self._num_waiting[like] >= self._max_waiting:
+            raise Overloaded(f"{self._num_waiting[like]} requests wait for adapter {ref.adapter_id!r} to be found; try again")
         search = self._searches.get(ref) or self._start(ref)
-        with counted(self._num_waiting, ref.adapter_id), counted(self._num_asking, search):
+        with counted(self._num_waiting, like), counted(self._num_asking, search):
             try:
                 return await asyncio.shield(search)
             finally:
@@ -195,8 +196,9 @@ class AdapterFinder:
                 self._turns.pop(place, None)
 
     def _is_on_disk(self, ref: AdapterRef) -> bool:
-        """And no source need be asked, neither who may read it nor what it has now."""
-        return self._store.disk_bytes(ref) > 0 and not self._store.is_private(ref) and not self._store.is_stale(ref)
+        """And its source need not be asked what it has now, nor who may read it, but for those who could a while ago."""
+        may_read = not self._store.is_private(ref) or self._store.is_proven(ref)
+        return may_read and self._store.disk_bytes(ref) > 0 and not self._store.is_stale(ref)
 
     def _parts(self, ref: AdapterRef) -> list[AdapterRef]:
         """What it is merged of, each written as those write it who ask for it alone. Raises InvalidRequest."""

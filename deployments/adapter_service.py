@@ -27,7 +27,7 @@ from loray.deployments.adapter_use import AdapterUse
 from loray.deployments.adapter_wishes import AdapterWishes
 from loray.deployments.adapters import Adapter
 from loray.deployments.engine import ABORTED, Engine
-from loray.deployments.errors import AdapterFailed, LorayError
+from loray.deployments.errors import AdapterFailed, AdapterNotFound, LorayError
 from loray.deployments.needed_folders import NeededFolders
 from loray.deployments.replaced_adapters import ReplacedAdapters
 from loray.deployments.request import AdapterRef, AdapterTemplate
@@ -81,33 +81,45 @@ class AdapterService:
 
     async def find_patiently(self, ref: AdapterRef, on_slow: Callable[[], None]) -> Adapter:
         """The same, and whoever waits is told in time: a download may take longer than an ingress waits for a replica."""
-        try:
+        with self._noted_failure(ref):
             return await told_when_slow(self.find(ref), SLOW_S, on_slow)
-        except LorayError:
-            if use := self._uses.get(self._key(ref)):
-                use.num_failed += 1
-            raise
 
     async def chat_template(self, ref: AdapterRef) -> AdapterTemplate:
         """Raises a LorayError."""
-        return await self.template_of(await self.find(ref))
+        with self._noted_failure(ref):
+            adapter = await self.find(ref)
+        return await self.template_of(ref, adapter)
 
-    async def template_of(self, adapter: Adapter) -> AdapterTemplate:
+    async def template_of(self, ref: AdapterRef, adapter: Adapter) -> AdapterTemplate:
         """Raises a LorayError."""
-        with self._folders.needed(adapter):
+        with self._noted_failure(ref), self._folders.needed(adapter):
             text = await self._finder.look(lambda: adapter_template(Path(adapter.path), adapter.adapter_id))
         return AdapterTemplate(text, adapter.version)
 
     @contextmanager
-    def counted(self, ref: AdapterRef, adapter: Adapter) -> Iterator[Callable[[str], None]]:
-        """Around one request of an adapter that was found; what it yields is told how the request ended."""
+    def _noted_failure(self, ref: AdapterRef) -> Iterator[None]:
+        """Of a request that ends before it can be counted."""
+        try:
+            yield
+        except LorayError as error:
+            if use := self._uses.get(self._key(ref)):
+                use.num_failed += 1
+                if isinstance(error, AdapterFailed) and not isinstance(error, AdapterNotFound):  # also said to who may not read it
+                    use.last_failure = error.message
+            raise
+
+    @contextmanager
+    def counted(self, ref: AdapterRef, adapter: Adapter) -> Iterator[Callable[[str, str], None]]:
+        """Around one request of an adapter that was found; what it yields is told how the request ended: the error and its message."""
         use, began = self._use(ref), time.monotonic()
         use.adapter = use.adapter or adapter  # what was unloaded since it was found is in use again
         use.num_running += 1
 
-        def ended(error: str) -> None:
+        def ended(error: str, reason: str = "") -> None:
             use.num_failed += error not in ("", ABORTED)
             use.num_served += not error
+            if error == AdapterFailed.__name__ or not error:
+                use.last_failure = reason
             record = self._wishes.of(use)
             if not error and began > use.failed_at and not adapter.unrenewed and not (record and record.is_pinned):  # a pin is tried again
                 use.error = ""

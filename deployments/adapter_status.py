@@ -42,3 +42,4 @@ class AdapterStatus(msgspec.Struct, frozen=True, kw_only=True):
     host_use: TierUse = msgspec.field(default_factory=TierUse)
     disk_use: TierUse = msgspec.field(default_factory=TierUse)  # downloads and merges
     error: str = ""  # why the last load failed
+    last_failure: str = ""  # why a request failed that the adapter could not serve, until one is served

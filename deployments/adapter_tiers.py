@@ -27,7 +27,6 @@ class AdapterPlace(msgspec.Struct, frozen=True):
     host_bytes: int
     is_loading: bool
     is_pinned: bool
-    num_users: int  # unfinished requests
     pool_use: TierUse
     host_use: TierUse
 
@@ -122,7 +121,6 @@ class AdapterTiers:
                 host_bytes=self.host.bytes_of(adapter),
                 is_loading=self.host.is_loading(adapter),
                 is_pinned=adapter.is_pinned,
-                num_users=adapter.references,
                 pool_use=adapter.pool_use + TierUse(),  # of this moment
                 host_use=adapter.host_use + TierUse(),
             )

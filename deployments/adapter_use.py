@@ -29,6 +29,7 @@ class AdapterUse:
     is_loading: bool = False
     error: str = ""  # why the last load failed
     failed_at: float = 0.0  # when, by the monotonic clock
+    last_failure: str = ""  # of its requests, until one is served
 
     @property
     def path(self) -> str:
@@ -61,6 +62,7 @@ class AdapterUse:
             host_use=place.host_use if place else TierUse(),
             disk_use=on_disk.use,
             error=self.error,
+            last_failure=self.last_failure,
         )
 
     def _state(self, place: AdapterPlace | None) -> AdapterState:

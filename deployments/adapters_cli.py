@@ -60,9 +60,19 @@ def run(options: argparse.Namespace) -> int:
     if options.json:
         print(json.dumps(answer, indent=2))
     else:
+        if not answer["adapters"]:
+            print(_nothing(options))
+            return 0
         for line in table(answer["adapters"], shutil.get_terminal_size((120, 24)).columns, time.time()):
             print(line)
     return 0
+
+
+def _nothing(options: argparse.Namespace) -> str:
+    """What an answer without any adapter says."""
+    if options.action == "list":
+        return f"no adapter is in the state {options.state}" if options.state else "no adapters are known"
+    return f"{options.adapter_id} is unloaded"
 
 
 def _ask(options: argparse.Namespace) -> Any:
@@ -148,8 +158,7 @@ def table(adapters: Sequence[dict[str, Any]], width: int, now: float) -> list[st
     lines = [_line(HEADERS, widths)]
     for adapter, row in zip(adapters, rows, strict=True):
         lines.append(_line((_shortened(row[0], widths[0]), *row[1:]), widths))
-        if adapter["error"]:
-            lines.append(f"  {adapter['error']}")
+        lines += [f"  {reason}" for reason in dict.fromkeys((adapter["error"], adapter.get("last_failure"))) if reason]
     return lines
 
 

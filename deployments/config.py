@@ -19,7 +19,8 @@ Seconds = Annotated[float, Field(gt=0, allow_inf_nan=False)]
 
 
 class Section(BaseModel):
-    model_config = ConfigDict(frozen=True, extra="forbid", use_attribute_docstrings=True)
+    # Inputs may be keys, and Serve shows errors in its log and status.
+    model_config = ConfigDict(frozen=True, extra="forbid", use_attribute_docstrings=True, hide_input_in_errors=True)
 
 
 class ModelArgs(Section):
@@ -59,7 +60,7 @@ class SchedulerArgs(Section):
     max_running: int = Field(default=256, ge=1)
     """Sequences one step may hold."""
     max_waiting: int = Field(default=1024, ge=1)
-    """Requests that may wait; beyond it a request is answered 429."""
+    """Requests that may wait; beyond it a request is answered 429, one of an adapter with none that waits only beyond twice as many."""
 
 
 class AdapterArgs(Section):

@@ -36,6 +36,7 @@ from loray.deployments.driver_log import DriverLog
 from loray.deployments.engine import ABORTED, Engine
 from loray.deployments.errors import Incomplete, LorayError, TemplateOutdated
 from loray.deployments.host_tier import HostTier
+from loray.deployments.log_line import log_line
 from loray.deployments.model_check import check_model
 from loray.deployments.pools import fitting_tokens, size_pools
 from loray.deployments.queue_limits import QueueLimits
@@ -102,27 +103,28 @@ class Driver:
             async with in_time(generation.deadline_s, "its adapter was still being fetched"):
                 adapter = await self._adapters.find_patiently(generation.adapter, acknowledge)
                 if generation.template and generation.template.version != adapter.version:
-                    check_template(generation, await self._adapters.template_of(adapter))
+                    check_template(generation, await self._adapters.template_of(generation.adapter, adapter))
             check_version(generation, adapter)
         except LorayError as error:
             self._engine.refuse(generation.request_id, error, reply)
-            return tell(Ending(type(error).__name__))
+            return tell(Ending(type(error).__name__, reason=error.message))
         except asyncio.CancelledError:
             tell(Ending(ABORTED))
             raise
         rest = msgspec.structs.replace(generation, deadline_s=seconds_left(generation.deadline_s, received))
         with self._adapters.counted(generation.adapter, adapter) as note:
-            note(await self._generate(rest, adapter, reply, tell))
+            ending = await self._generate(rest, adapter, reply, tell)
+            note(ending.error, ending.reason)
 
     async def _generate(
         self, generation: GenerationRequest, adapter: Adapter | None, reply: Address, tell: Callable[[Ending], None]
-    ) -> str:
-        """How it ended: the error's name, or nothing. `tell` hears of its end also when this call is cancelled before."""
-        ended: asyncio.Future[str] = self._loop.create_future()
+    ) -> Ending:
+        """`tell` hears of its end also when this call is cancelled before."""
+        ended: asyncio.Future[Ending] = self._loop.create_future()
 
         def end(ending: Ending) -> None:
             if not ended.done():  # else the call was cancelled meanwhile
-                ended.set_result(ending.error)
+                ended.set_result(ending)
             tell(ending)
 
         self._engine.submit(generation, adapter, reply, lambda ending: self._loop.call_soon_threadsafe(end, ending))
@@ -134,7 +136,13 @@ class Driver:
 
     async def chat_template(self, adapter: bytes) -> AdapterTemplate:
         """Raises a LorayError."""
-        return await self._adapters.chat_template(msgspec.msgpack.decode(adapter, type=AdapterRef))
+        ref = msgspec.msgpack.decode(adapter, type=AdapterRef)
+        try:
+            return await self._adapters.chat_template(ref)
+        except LorayError as error:
+            fields = {"adapter": ref.adapter_id, "outcome": type(error).__name__, "reason": error.message}
+            logger.info("%s", log_line("chat_template", fields))
+            raise
 
     async def stats(self) -> dict[str, float]:
         disk = self._adapters.disk_use()

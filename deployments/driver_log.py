@@ -34,6 +34,8 @@ def _fields(request: GenerationRequest, received: float, ending: Ending, now: fl
     fields |= {"outcome": ending.outcome, "ms": round((now - received) * 1000), "queue_ms": round(ending.queue_s * 1000)}
     if ending.first_token_at:
         fields["first_token_ms"] = round((ending.first_token_at - received) * 1000)
+    if ending.reason:
+        fields["reason"] = ending.reason
     return fields
 
 

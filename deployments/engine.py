@@ -273,13 +273,13 @@ class Engine:
 
     def _end_with(self, sequence: Sequence, error: LorayError) -> None:
         self._tell(sequence, error=type(error).__name__, message=error.message, num_before=sequence.num_output)
-        self._forget(sequence, type(error).__name__)
+        self._forget(sequence, type(error).__name__, error.message)
 
     def _tell(self, sequence: Sequence, **fields: object) -> None:
         self._outgoing.append((sequence.reply, TokenEvent(sequence.request.request_id, **fields)))  # type: ignore[arg-type]
 
-    def _forget(self, sequence: Sequence, error: str = "") -> None:
-        self._on_end.pop(sequence.request.request_id)(sequence.ending(error))
+    def _forget(self, sequence: Sequence, error: str = "", reason: str = "") -> None:
+        self._on_end.pop(sequence.request.request_id)(sequence.ending(error, reason))
         del self._sequences[sequence.request.request_id]
         self._grammars.release(sequence)
         if sequence.adapter:

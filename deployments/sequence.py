@@ -20,6 +20,7 @@ class Ending:
     queue_s: float = 0.0
     first_token_at: float = 0.0  # seconds of the monotonic clock; 0 = no token came
     num_tokens: int = 0  # made here
+    reason: str = ""  # the error's message
 
     @property
     def outcome(self) -> str:
@@ -94,6 +95,6 @@ class Sequence:
         elif self.num_output >= self.request.max_new_tokens:
             self.finish_reason = "length"
 
-    def ending(self, error: str) -> Ending:
+    def ending(self, error: str, reason: str = "") -> Ending:
         num_tokens = self.num_output - len(self.request.output_ids)
-        return Ending(error, self.finish_reason, self.queue_s, self.first_token_at, num_tokens)
+        return Ending(error, self.finish_reason, self.queue_s, self.first_token_at, num_tokens, reason)

@@ -125,10 +125,13 @@ def test_a_folder_that_takes_long_to_read_leaves_threads_to_the_others(tmp_path:
     monkeypatch.setattr(adapter_files, "content_hash", lambda path: (path.name == "slow" and door.wait(HELD_S), content_hash(path))[1])
     store = AdapterStore(AdapterArgs(local_roots=roots), SHAPES, tmp_path / "cache")
     finder = AdapterFinder(store, max_waiting=1000, needed=lambda adapter: nullcontext())
+    begun, find = [], store.find
+    monkeypatch.setattr(store, "find", lambda ref: (begun.append(ref), find(ref))[1])
 
     async def work() -> None:
         slow = [asyncio.create_task(finder.find(AdapterRef(adapter_id="slow"))) for _ in range(2 * adapter_finder.NUM_READERS)]
-        await asyncio.sleep(0.1)
+        while len(begun) < adapter_finder.NUM_AT_A_PLACE:
+            await asyncio.sleep(0.01)
         assert (await finder.find(AdapterRef(adapter_id="quick"))).adapter_id == "quick"
         assert not any(search.done() for search in slow)
         door.set()
@@ -299,10 +302,11 @@ def test_new_folders_that_there_was_no_time_for_are_looked_at_without_being_aske
 
 
 def test_what_is_on_disk_does_not_wait_for_downloads_however_many(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
-    door, find = threading.Event(), world.store.find
+    door, find, begun = threading.Event(), world.store.find, []
 
     def slow_find(ref: AdapterRef) -> Adapter:
         if ref != world.ref:
+            begun.append(ref)
             door.wait(HELD_S)
         return find(ref)
 
@@ -312,7 +316,8 @@ def test_what_is_on_disk_does_not_wait_for_downloads_however_many(world: World, 
         await finder.find(world.ref)
         monkeypatch.setattr(world.store, "find", slow_find)
         slow = [asyncio.create_task(finder.find(AdapterRef(adapter_id=f"{world.web.url}/slow{i}"))) for i in range(5)]
-        await asyncio.sleep(0.1)
+        while len(begun) < adapter_finder.NUM_FINDERS:
+            await asyncio.sleep(0.01)
         assert (await finder.find(world.ref)).rank == 4
         assert not any(task.done() for task in slow)
         door.set()
@@ -339,7 +344,7 @@ def test_merges_that_nobody_waits_for_any_more_are_not_made(world: World, monkey
             await asyncio.sleep(0.01)
         left = [asyncio.create_task(world.finder.find(merge(100 + number))) for number in range(20)]
         joined = [asyncio.create_task(world.finder.find(merge(100))), asyncio.create_task(world.finder.find(merge(5000)))]
-        while world.finder._num_waiting["merge"] < len(left) + len(joined):
+        while world.finder._num_waiting["merge", False] < len(left) + len(joined):
             await asyncio.sleep(0.01)
         for task in left:
             task.cancel()

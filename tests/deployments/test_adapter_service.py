@@ -122,7 +122,38 @@ def test_a_request_that_finds_an_adapter_broken_counts_as_failed(service: Adapte
                 await service.find_patiently(ref("small"), lambda: None)
         return (await statuses(service))["small"]
 
-    assert run(work()).num_failed == 2
+    status = run(work())
+    assert status.num_failed == 2 and "is cut short" in status.last_failure
+
+
+def test_a_chat_that_ends_at_the_adapters_template_counts_as_failed(service: AdapterService, root: Path) -> None:
+    async def work() -> list[AdapterStatus]:
+        await service.find(ref("small"))
+        (root / "small" / "tokenizer_config.json").write_text("{")
+        with pytest.raises(AdapterFailed):
+            await service.chat_template(ref("small"))
+        first = (await statuses(service))["small"]
+        (root / "small" / "adapter_model.safetensors").write_bytes(b"torn")
+        with pytest.raises(AdapterFailed):
+            await service.chat_template(ref("small"))
+        return [first, (await statuses(service))["small"]]
+
+    first, second = run(work())
+    assert (first.num_failed, second.num_failed) == (1, 2)
+    assert "tokenizer_config.json" in first.last_failure and "is cut short" in second.last_failure
+
+
+def test_why_an_adapters_last_request_failed_is_told_until_one_is_served(service: AdapterService) -> None:
+    async def work() -> None:
+        adapter = await service.find(ref("small"))
+        told = []
+        for ending in (("AdapterFailed", "its numbers are not finite"), ("Overloaded", "too many"), (ABORTED, ""), ("", "")):
+            with service.counted(ref("small"), adapter) as note:
+                note(*ending)
+            told.append((await statuses(service))["small"].last_failure)
+        assert told == ["its numbers are not finite"] * 3 + [""]
+
+    run(work())
 
 
 def test_who_asks_for_what_is_not_there_leaves_no_trace(service: AdapterService) -> None:
@@ -182,6 +213,53 @@ def test_an_error_of_a_load_is_told_until_the_adapter_serves(service: AdapterSer
             with service.counted(ref("small"), adapter) as note:
                 note(error)
             assert bool((await statuses(service))["small"].error) == told
+
+    run(work())
+
+
+def test_an_error_of_a_pin_is_told_though_the_adapter_serves(service: AdapterService, steps: RankInProcess, root: Path) -> None:
+    """A pin is tried again."""
+
+    async def work() -> None:
+        steps.lost_paths = {str(root / "small")}
+        await ReplicaAdmin(service).change("load", "small", is_pinned=True)
+        assert "torn" in (await settled(service, "small")).error
+        adapter = await service.find(ref("small"))
+        with service.counted(ref("small"), adapter) as note:
+            note("")
+        status = (await statuses(service))["small"]
+        assert status.num_served == 1 and "torn" in status.error
+
+    run(work())
+
+
+def test_only_so_many_loads_wait_for_their_arrival_at_once(service: AdapterService, root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    names = [f"a{i}" for i in range(2 * adapter_service.NUM_LOADS + 2)]
+    for name in names:
+        save_folder(root / name, 4)
+    waiting: set[str] = set()
+    most = 0
+
+    async def work() -> None:
+        door = asyncio.Event()
+
+        async def slow_arrival(engine: Engine, adapter: Adapter) -> None:
+            nonlocal most
+            waiting.add(adapter.adapter_id)
+            most = max(most, len(waiting))
+            await door.wait()
+            await asyncio.sleep(0)
+            waiting.remove(adapter.adapter_id)
+
+        monkeypatch.setattr(adapter_service, "arrival", slow_arrival)
+        loads = [asyncio.create_task(service.load(ref(name))) for name in names]
+        while sum(use.adapter is not None for use in service._uses.values()) < len(names):
+            await asyncio.sleep(0.01)
+        await service._ask(lambda tiers: None)  # after all that they have asked
+        assert len(waiting) == adapter_service.NUM_LOADS
+        door.set()
+        await asyncio.gather(*loads)
+        assert most == adapter_service.NUM_LOADS
 
     run(work())
 
@@ -316,6 +394,8 @@ def test_a_pin_whose_loads_fail_again_and_again_is_tried_no_more_often(
         began = clock()
         await asyncio.sleep(5 * retry_s)
         assert len(finds) <= 1 + (clock() - began) / retry_s
+        while service._tasks:  # one of the tries
+            await asyncio.sleep(0.001)
         assert len(service._retries) == 1
 
     run(work())
@@ -574,6 +654,7 @@ def test_one_that_is_wanted_again_before_it_has_left_stays(service: AdapterServi
         await service._ask(lambda tiers: (tiers.table.release(tiers_adapter), tiers.free_unused(tiers_adapter)))
         status = (await statuses(service))["small"]
         assert (status.state, status.is_pinned, status.host_bytes) == ("host", True, PAGE_BYTES) and not store.removed
+        assert not service._unloading and len(await service.statuses()) == 1, "nothing is unloading any more"
 
     run(work())
 

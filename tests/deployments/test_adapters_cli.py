@@ -8,6 +8,7 @@ from typing import Any
 import msgspec
 import pytest
 
+from loray.deployments.adapter_status import AdapterStatus
 from loray.deployments.adapters_cli import table
 from loray.deployments.cli import main
 from loray.deployments.http_app import make_app
@@ -55,6 +56,30 @@ def test_list_prints_a_table(url: str, capsys: pytest.CaptureFixture[str], monke
 def test_list_can_be_of_one_state(url: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["adapters", "list", "--state", "gpu", "--url", url, "--key", "open"]) == 0
     assert [row[0] for row in rows(capsys.readouterr().out)] == ["ADAPTER", "pirate"]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "says"),
+    [
+        (["list"], "no adapters are known"),
+        (["list", "--state", "gpu"], "no adapter is in the state gpu"),
+        (["unload", "pirate"], "pirate is unloaded"),
+    ],
+)
+def test_where_nothing_is_left_a_line_says_so(
+    url: str, backend: ScriptedBackend, capsys: pytest.CaptureFixture[str], arguments: list[str], says: str
+) -> None:
+    asked = backend.adapter_statuses
+
+    async def gone() -> dict[str, list[AdapterStatus]]:
+        return {"replica": []} if arguments[0] == "list" or backend.changes else await asked()
+
+    backend.adapter_statuses = gone  # type: ignore[method-assign]
+    try:
+        assert main(["adapters", *arguments, "--url", url, "--key", "open"]) == 0
+    finally:
+        del backend.adapter_statuses
+    assert capsys.readouterr().out == f"{says}\n"
 
 
 def test_json_is_the_servers_answer(url: str, capsys: pytest.CaptureFixture[str], backend: ScriptedBackend) -> None:
@@ -155,3 +180,8 @@ def test_bytes_are_short(num_bytes: int, says: str) -> None:
 def test_under_an_adapter_that_failed_stands_why() -> None:
     lines = table(shape(status_of("a", "failed", version="", error="no such folder")), 200, NOW)
     assert lines[2].strip() == "no such folder"
+
+
+def test_under_an_adapter_whose_requests_fail_stands_why_once() -> None:
+    lines = table(shape(status_of("a", "gpu", error="torn", last_failure="torn"), status_of("b", last_failure="no room")), 200, NOW)
+    assert [line.strip().split("  ")[0] for line in lines[1:]] == ["a", "torn", "b", "no room"]

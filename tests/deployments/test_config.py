@@ -76,6 +76,21 @@ def test_a_key_that_opens_too_much_or_can_not_be_sent_is_refused_by_name(keys: d
         ServerArgs.model_validate({"api_keys": keys})
 
 
+@pytest.mark.parametrize(
+    "tree",
+    [
+        {"api_keys": {"inference": "team-key ", "admin": "SECRET"}},
+        {"api_key": {"admin": "SECRET"}},
+        {"api_keys": {"admin": ["SECRET"]}},
+        {"adapters": {"storage_options": {"s3": "SECRET"}}},
+    ],
+)
+def test_no_mistake_shows_what_it_is_about_as_it_may_be_a_secret(tree: dict[str, Any]) -> None:
+    with pytest.raises(ValidationError) as caught:
+        ServerArgs.model_validate(tree)
+    assert "SECRET" not in str(caught.value)
+
+
 def test_a_key_may_be_of_several_words() -> None:
     assert ServerArgs.model_validate({"api_keys": {"inference": "open ~ sesame!", "admin": "x"}}).api_keys.admin == "x"
 

@@ -490,7 +490,7 @@ def test_unloading_frees_both_tiers_after_the_last_request(client: Client, steps
     steps.gate.clear()
     client.submit("r", [1], adapter=Adapter("a", "a", "a", 2))
     engine.call(lambda tiers: tiers.unload("a", freed.set)).result(5)
-    assert not freed.is_set() and engine.call(lambda tiers: tiers.places(["a"])).result(5)["a"].num_users == 1
+    assert not freed.is_set() and "a" in engine.call(lambda tiers: tiers.places(["a"])).result(5)
     steps.gate.set()
     assert client.tokens("r") == greedy("a", [1], 8)
     assert freed.wait(5)

@@ -287,6 +287,7 @@ def test_an_adapter_with_which_no_number_is_finite_is_an_error_that_names_it(app
     assert response.status_code == 424, response.text
     assert f"adapter '{name}'" in response.text and "not finite" in response.text
     assert (adapters(app)[name]["num_failed"], adapters(app)[name]["num_served"]) == (1, 0)
+    assert "not finite" in adapters(app)[name]["last_failure"]
     assert token_ids(app, "a20") == expected
     shutil.rmtree(root / name)
 
@@ -342,5 +343,14 @@ def test_ten_thousand_bad_requests(app: App, oracle: Oracle, own_cache: Path, ma
 
 def test_metrics_tell_of_adapters_and_of_the_prefix_cache(app: App) -> None:
     token_ids(app, "a4")
+    num_cached = app.ask_driver("stats")["prefix_cached_tokens_total"]
+    token_ids(app, "a4")
+    stats = app.wait_until_idle()
+    assert stats["prefix_cached_tokens_total"] > num_cached, "the same prompt with the same version"
+    assert stats["prefix_hit_rate"] == stats["prefix_cached_tokens_total"] / stats["prompt_tokens_total"]
+    metrics = app.get("/metrics").text
+    [hit_rate] = [line.split()[-1] for line in metrics.splitlines() if line.startswith("loray_driver_prefix_hit_rate{")]
+    assert float(hit_rate) == stats["prefix_hit_rate"]
+    assert "loray_adapter_requests" in metrics and "loray_driver_adapter_evictions_host_total" in metrics
     families = httpx.get(f"{app.url}/metrics", headers={"Accept": "application/json"}, timeout=PATIENCE_S).json()
-    assert "loray_adapter_requests" in json.dumps(families) and "loray_driver_adapter_evictions_host_total" in json.dumps(families)
+    assert "loray_adapter_requests" in json.dumps(families)
