@@ -11,7 +11,7 @@ from loray.kernels.delta import Parted
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float, out: Tensor | None = None) -> Tensor:
-    """x / sqrt(mean(x²) + eps) rounded to x's dtype, times weight; the root in float32.
+    """x / sqrt(mean(x²) + eps) rounded to weight's dtype, times weight; the root in float32. The result has x's dtype.
 
     x [num_tokens, size] or [num_tokens, num_heads, size], weight [size]; out may be x itself.
     """
@@ -24,7 +24,7 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float, out: Tensor | None = None) -
     # As few calls as can be: a third of F.rms_norm's time for one token.
     norm = torch.linalg.vector_norm(x, dim=-1, keepdim=True, dtype=torch.float32)
     rms = norm.mul_(x.shape[-1] ** -0.5).hypot_(_sqrt(eps))
-    normed = (x / rms).to(x.dtype).mul_(weight)
+    normed = (x / rms).to(weight.dtype).mul_(weight).to(x.dtype)
     return normed if out is None else out.copy_(normed)
 
 

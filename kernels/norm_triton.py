@@ -13,7 +13,7 @@ MAX_SIZE = 16384  # a row lies in the registers of one program
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float, out: Tensor | None = None) -> Tensor:
-    """x / sqrt(mean(x²) + eps) rounded to x's dtype, times weight; the root in float32.
+    """x / sqrt(mean(x²) + eps) rounded to weight's dtype, times weight; the root in float32. The result has x's dtype.
 
     x [num_tokens, size] or [num_tokens, num_heads, size], weight [size]; out may be x itself.
     """
@@ -62,7 +62,7 @@ def _block(size: int) -> tuple[int, int]:
 def _store_normed(x, weight, out, column, is_column, eps, SIZE: tl.constexpr):  # type: ignore[no-untyped-def]
     """Of one row: x float32, 0 beyond its end; weight and out where their rows begin."""
     rms = tl.sqrt(tl.sum(x * x, 0) / SIZE + eps)
-    normed = (x / rms).to(out.dtype.element_ty).to(tl.float32)
+    normed = (x / rms).to(weight.dtype.element_ty).to(tl.float32)
     normed *= tl.load(weight + column, mask=is_column, other=0.0).to(tl.float32)
     tl.store(out + column, normed.to(out.dtype.element_ty), mask=is_column)
 

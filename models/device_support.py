@@ -14,7 +14,7 @@ class UnsupportedDevice(ValueError):
 def check_device(
     device: torch.device, head_dim: int | None = None, has_float8_cache: bool = False, has_float8_weights: bool = False
 ) -> None:
-    """head_dim: None where transformers attends."""
+    """head_dim: None where transformers attends, or before it is known."""
     if device.type == "cuda":
         name, capability = torch.cuda.get_device_name(device), torch.cuda.get_device_capability(device)
         check_gpu(name, capability, head_dim, has_float8_cache, has_float8_weights)

@@ -10,7 +10,7 @@ from loray.kernels.norm import add_rms_norm, rms_norm
 
 
 class RMSNorm(nn.Module):
-    """`offset` is added to the checkpoint's weight: Gemma's is stored as its distance from one."""
+    """`offset` is added to the checkpoint's weight: Gemma's is stored as its distance from one, and used in float32."""
 
     def __init__(self, size: int, eps: float, offset: float = 0.0) -> None:
         super().__init__()
@@ -27,7 +27,8 @@ class RMSNorm(nn.Module):
         return add_rms_norm(x, added, self.weight, self._eps, scale)
 
     def pack(self, _has_float8_weights: bool) -> None:
-        self.weight.add_(self._offset)
+        if self._offset:
+            self.weight.data = self.weight.float() + self._offset
 
 
 class PositionEmbedding(nn.Module):

@@ -68,10 +68,11 @@ class Runner:
         options = options or RunnerOptions()
         if device.type == "cpu":
             native.prepare(cache_folder() / "native")
+        check_device(device, None, options.has_float8_cache, options.has_float8_weights)
         config = AutoConfig.from_pretrained(model_path)
         with weights_fit(device), born_on(device, dtype), torch.inference_mode():
             self._model = model_class(config)(config, parallel, sizes.max_total_tokens)
-            check_device(device, self._model.kv_shape[2], options.has_float8_cache, options.has_float8_weights)
+            check_device(device, self._model.kv_shape[2])
             load_weights(self._model, model_path, options.has_float8_weights)
         if options.has_float8_weights:
             release(device)  # the weights as they were read

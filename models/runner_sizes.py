@@ -2,6 +2,8 @@
 
 from dataclasses import dataclass
 
+MANY_KEYS = 32_768  # 128 MiB of one layer of Llama-3.1-8B in bfloat16
+
 
 @dataclass(frozen=True, slots=True)
 class RunnerSizes:
@@ -12,8 +14,9 @@ class RunnerSizes:
 
     @property
     def most_copied_keys(self) -> int:
-        """Of a step's prompts, out of their blocks. Those that many share would be copied for each; more are read where they lie."""
-        return max(self.max_total_tokens, self.max_batch_tokens)
+        """Of a step's prompts, out of their blocks: the faster way to attend, as long as the copies are no burden. Those that many share
+        would be copied for each; more are read where they lie. The end of one long prompt and the begin of the next are always few."""
+        return max(self.max_total_tokens + self.max_batch_tokens, MANY_KEYS)
 
 
 @dataclass(frozen=True, slots=True)

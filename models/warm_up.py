@@ -68,8 +68,9 @@ def _most_rows(limits: StepLimits) -> Step:
 def _most_tokens(page_ids: list[int], limits: StepLimits) -> Step:
     """The last tokens of as many as have the most keys that are copied."""
     sizes = limits.sizes
-    count = min(sizes.max_running, sizes.max_batch_tokens, sizes.most_copied_keys // limits.longest)
-    return _longest(count, min(limits.longest, sizes.max_batch_tokens // count), page_ids, limits)
+    whole, rest = divmod(sizes.most_copied_keys, limits.longest)
+    lengths = ([limits.longest] * whole + [rest] * (rest > 1))[: min(sizes.max_running, sizes.max_batch_tokens)]
+    return _ends(lengths, sizes.max_batch_tokens // len(lengths), page_ids, limits)
 
 
 def _many_that_share(limits: StepLimits) -> Iterator[Step]:
@@ -77,14 +78,18 @@ def _many_that_share(limits: StepLimits) -> Iterator[Step]:
     num_new = limits.longest % limits.sizes.block_size + limits.sizes.block_size
     count = limits.sizes.most_copied_keys // limits.longest + 1
     if num_new <= limits.longest and count <= limits.sizes.max_running and count * num_new <= limits.sizes.max_batch_tokens:
-        yield _longest(count, num_new, [], limits)
+        yield _ends([limits.longest] * count, num_new, [], limits)
 
 
-def _longest(count: int, num_new: int, page_ids: list[int], limits: StepLimits) -> Step:
-    """New tokens of sequences as long as they may be, which all lie in the same blocks. The keys before them are whatever lies there."""
-    num_cached = (limits.longest - num_new) // limits.sizes.block_size  # blocks
-    block_ids = list(range(num_cached - (-num_new // limits.sizes.block_size)))
-    num_computed = num_cached * limits.sizes.block_size
-    token_ids = [0] * (num_computed + num_new)
-    admissions = [Admission(slot, token_ids, block_ids[:num_cached], num_computed, page_ids, Sampling()) for slot in range(count)]
-    return Step(0, [], admissions, [Row(slot, num_new, block_ids[num_cached:], True) for slot in range(count)])
+def _ends(lengths: list[int], max_new: int, page_ids: list[int], limits: StepLimits) -> Step:
+    """New tokens of sequences so long, which all lie in the same blocks. The keys before them are whatever lies there."""
+    admissions, rows = [], []
+    for slot, length in enumerate(lengths):
+        num_new = min(length, max_new)
+        num_cached = (length - num_new) // limits.sizes.block_size  # blocks
+        block_ids = list(range(num_cached - (-num_new // limits.sizes.block_size)))
+        num_computed = num_cached * limits.sizes.block_size
+        token_ids = [0] * (num_computed + num_new)
+        admissions.append(Admission(slot, token_ids, block_ids[:num_cached], num_computed, page_ids, Sampling()))
+        rows.append(Row(slot, num_new, block_ids[num_cached:], True))
+    return Step(0, [], admissions, rows)

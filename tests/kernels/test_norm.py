@@ -66,6 +66,15 @@ def test_the_quotient_is_rounded_before_the_weight(backend: str) -> None:
 
 
 @pytest.mark.parametrize("backend", ALL_BACKENDS)
+def test_a_weight_in_float32_meets_the_quotient_in_float32(backend: str) -> None:
+    """As Gemma has it: only the product is rounded."""
+    x, weight = torch.randn(4, 64).half().to(DEVICES[backend]), (1 + torch.rand(64)).to(DEVICES[backend])
+    found = kernels_of(backend).rms_norm(x, weight, EPS)
+    assert found.dtype == torch.float16
+    assert (found.cpu() != expected_norm(x, weight).half()).float().mean() < 0.02  # a few lie between two numbers
+
+
+@pytest.mark.parametrize("backend", ALL_BACKENDS)
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("scale", [1.0, 0.22])
 @pytest.mark.parametrize(("num_tokens", "size"), [(1, 4096), (7, 576), (4, 33)])

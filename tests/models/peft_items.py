@@ -220,6 +220,11 @@ REFUSALS: dict[str, Refusal] = {
     "modules_to_save": Refusal(
         _plain, config_with(modules_to_save=["lm_head"]), f"modules_to_save is ['lm_head']: a module trained as a whole {NOT_SUPPORTED}"
     ),
+    "modules_to_save, the embedding": Refusal(
+        _plain,
+        config_with(modules_to_save=["embed_tokens"]),
+        f"modules_to_save is ['embed_tokens']: a module trained as a whole {NOT_SUPPORTED}",
+    ),
     "modules_to_save, a classification head": Refusal(
         _plain,
         _add("score.weight", 2, 8),

@@ -97,13 +97,13 @@ def test_where_the_prompt_for_the_float8_scales_does_not_fit_the_setting_is_name
         ((8, 0), {"has_float8_weights": True}, r"model\.quantization: fp8 needs"),
     ],
 )
-def test_a_gpu_is_looked_at_before_weights_are_read(
+def test_a_gpu_is_looked_at_before_weights_take_room(
     capability: tuple[int, int], settings: dict[str, bool], message: str, base: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "Card")
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
     monkeypatch.setattr(runner_module, "born_on", lambda device, dtype: nullcontext())
-    monkeypatch.setattr(runner_module, "load_weights", lambda *_: pytest.fail("they are read"))
+    monkeypatch.setattr(runner_module, "model_class", lambda _: pytest.fail("room is taken for them"))
     with pytest.raises(UnsupportedDevice, match=message):
         Runner(base, Parallel(), torch.device("cuda"), torch.float32, SIZES, RunnerOptions(**settings))  # type: ignore[arg-type]
 

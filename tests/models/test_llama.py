@@ -6,6 +6,7 @@ from typing import Any
 import pytest
 import torch
 
+from loray.models.layers import RMSNorm
 from loray.models.step import Admission, Row, Sampling
 from tests.models.conductor import Conductor, Request, prompt_of
 from tests.models.tiny_llama import oracle, oracle_generate, save_llama
@@ -180,3 +181,13 @@ def test_a_fresh_prefill_and_a_later_chunk_share_a_call(base: Path) -> None:
     conductor.step([Row(1, 2, conductor.blocks(1, 0, 2), False)], admissions)
     rows = [Row(0, 20, conductor.blocks(0, 0, 20), True), Row(1, 17, conductor.blocks(1, 2, 19), True)]
     assert conductor.step(rows)[1] == pytest.approx(expected, abs=1e-4)
+
+
+def test_a_norm_whose_weight_is_a_distance_from_one_keeps_it_in_float32() -> None:
+    """As Gemma's: in bfloat16 the sum would lose what the checkpoint has."""
+    stored = torch.randn(64).bfloat16()
+    norms = [RMSNorm(64, 1e-6, offset).bfloat16() for offset in (1.0, 0.0)]
+    for norm in norms:
+        norm.weight.copy_(stored)
+        norm.pack(False)
+    assert torch.equal(norms[0].weight, 1 + stored.float()) and torch.equal(norms[1].weight, stored)

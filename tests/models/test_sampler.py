@@ -99,6 +99,16 @@ def test_typical_tokens_are_those_that_transformers_keeps(temperature: float, to
     torch.testing.assert_close(logprobs, logits.log_softmax(-1)[token_ids])
 
 
+def test_a_typical_p_that_all_tokens_together_miss_by_rounding_gives_a_token() -> None:
+    vocab_size = 49152
+    logits = torch.randn(64, vocab_size, generator=torch.Generator().manual_seed(0)) * 2
+    rows = rows_of(64)
+    rows["typical_p"] = np.nextafter(np.float32(1), np.float32(0))
+    assert (logits.softmax(-1).cumsum(-1)[:, -1] < float(rows["typical_p"][0])).any(), "what this is about"
+    token_ids, logprobs = sample(logits, rows)
+    assert ((token_ids >= 0) & (token_ids < vocab_size)).all() and logprobs.isfinite().all()
+
+
 def test_the_most_probable_tokens_come_with_their_log_probabilities() -> None:
     logits = torch.randn(3, 40, generator=torch.Generator().manual_seed(0)) * 3
     token_ids, logprobs = most_probable(logits, 5)

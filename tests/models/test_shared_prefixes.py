@@ -8,14 +8,14 @@ from torch import Tensor
 
 from loray.kernels.prefix_gather import gather_prefix
 from loray.kernels.varlen_attention import FLASH_ATTN
-from loray.models import attention
+from loray.models import attention, runner_sizes
 from loray.models import runner as runner_module
 from loray.models.step import Admission, Row, Sampling
 from tests.kernels.triton_marks import ON_GPU
 from tests.models.conductor import BLOCK_SIZE, Conductor, prompt_of
 
 NUM_BLOCKS, NUM_PROMPTS, NUM_NEW = 6, 20, 28  # more tokens than a graph has
-MOST_KEYS = 2048  # the most tokens of a step, which is more than those of a sequence
+MANY_KEYS = 2300  # fewer than all of them have, more than half
 
 
 def ask(conductor: Conductor, slots: range) -> list[float]:
@@ -39,6 +39,7 @@ def test_keys_that_many_share_are_copied_no_more_often_than_there_is_room_for(
         return gather_prefix(kv_cache, block_table, cu_k, total_k)
 
     monkeypatch.setattr(attention, "gather_prefix", gather)
+    monkeypatch.setattr(runner_sizes, "MANY_KEYS", MANY_KEYS)
     if device == "cpu":
         monkeypatch.setattr(runner_module, "uses_triton", lambda device: True)
         monkeypatch.setattr(attention, "backend", lambda *shape: FLASH_ATTN)
@@ -47,7 +48,7 @@ def test_keys_that_many_share_are_copied_no_more_often_than_there_is_room_for(
     conductor.step(
         [Row(0, num_shared, conductor.blocks(0, 0, num_shared), False)], [Admission(0, prompt_of(num_shared), [], 0, [], Sampling())]
     )
-    assert max(copied) == MOST_KEYS  # tried at the start
+    assert 0.85 * MANY_KEYS < max(copied) <= MANY_KEYS  # tried at the start
     copied.clear()
     few = [*ask(conductor, range(1, 11)), *ask(conductor, range(11, 21))]
     assert copied or device == "cuda"  # or replayed

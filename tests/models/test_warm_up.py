@@ -117,11 +117,13 @@ def test_mixes_of_adapters_bring_no_kernel_that_was_not_compiled_at_the_start(
 @pytest.mark.parametrize(
     ("max_total_tokens", "max_batch_tokens", "num_blocks", "expected"),
     [
-        (4096, 2048, 1000, [(2048, 4096)]),
+        (4096, 2048, 1000, [(256, 4096)] * 8),
         (100, 2048, 1000, [(100, 100)] * 8),  # as many as may run
-        (100, 300, 1000, [(100, 100)] * 3),
+        (100, 300, 1000, [(37, 85)] * 8),  # whole blocks lie before
         (4096, 2048, 10, [(160, 160)] * 8),  # they share what they have
-        (4096, 5, 1000, [(5, 4085)]),  # whole blocks lie before
+        (4096, 5, 1000, [(1, 4081)] * 5),
+        (20000, 2048, 10000, [(1024, 20000), (1024, 12768)]),  # one that is whole, and a part of another
+        (131072, 2048, 10000, [(1024, 131072), (1024, 2048)]),
     ],
 )
 def test_the_last_step_has_the_most_tokens_over_the_longest_sequences(
