@@ -16,7 +16,7 @@ from typing import Any
 
 import torch
 
-from benchmarks import adapters_download, adapters_fair, adapters_zipf
+from benchmarks import adapters_download, adapters_fair, adapters_long, adapters_zipf
 from benchmarks.adapters_server import Served, cluster
 from benchmarks.cpu import machine
 from benchmarks.environment import commit
@@ -24,7 +24,8 @@ from loray.models.checkpoint import resolve_model
 
 HERE = Path(__file__).parent
 RESULTS = HERE / "results" / "adapters.json"
-PARTS = ("zipf", "download", "fair")
+PARTS = ("zipf", "download", "fair", "long")
+USUAL = PARTS[:-1]
 TARGETS = {
     "zipf: tokens/s / eight that stay": ">= 0.9, load bandwidth apart",
     "zipf: the same with all in the pool": "(no loads at all)",
@@ -39,13 +40,14 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--model", default="smollm2-135m", help="a bundled name or a folder")
     parser.add_argument("--device", default="cpu", choices=("cpu", "cuda"))
     parser.add_argument("--dtype", default="auto", help="of the model; tokens can be checked in float32 only")
-    parser.add_argument("--only", default=",".join(PARTS), help="parts, with commas between them")
+    parser.add_argument("--only", default=",".join(USUAL), help=f"parts, with commas between them: {', '.join(PARTS)}")
     parser.add_argument("--quick", action="store_true", help="a minute or two, to see that it runs; its numbers mean nothing")
     parser.add_argument("--num-adapters", type=int, default=1000)
     parser.add_argument("--num-requests", type=int, help="of zipf; 400, with --quick 60")
     parser.add_argument(
-        "--check-s", type=float, default=120, help="zipf: seconds for asking PEFT whether tokens are right; needs --dtype float32"
+        "--check-s", type=float, default=120, help="zipf, long: seconds for asking PEFT whether tokens are right; needs --dtype float32"
     )
+    parser.add_argument("--minutes", type=float, default=20, help="long: of traffic, at least")
     parser.add_argument("--prompt-tokens", type=int, default=256, help="fair: of every request")
     parser.add_argument(
         "--period", type=float, help="fair: seconds between two requests of a calm adapter; by default what the machine bears"
@@ -70,6 +72,9 @@ def run_part(part: str, served: Served, url: str, root: Path, options: argparse.
         num_requests = options.num_requests or (60 if is_quick else 400)
         report = adapters_zipf.ZipfBench(served, url, root, options.num_adapters, num_requests, options.check_s).run()
         return report, adapters_zipf.ratios(report)
+    if part == "long":
+        seconds = 60 if is_quick else 60 * options.minutes
+        return adapters_long.LongBench(served, url, root, options.num_adapters, seconds, options.check_s).run(), {}
     if part == "download":
         report = adapters_download.DownloadBench(served, url, root, slow_s=5 if is_quick else 30).run()
         return report, adapters_download.ratios(report)

@@ -75,7 +75,7 @@ def full_after(host_mib: list[float], times: list[float]) -> float:
     return next(at for at, held in zip(times, host_mib, strict=True) if held >= FULL_SHARE * max(host_mib))
 
 
-def growth(samples: list[tuple[float, float]], settled_s: float) -> dict[str, float | None]:
+def growth(samples: list[tuple[float, float]], settled_s: float) -> dict[str, Any]:
     """samples: seconds, MiB. Fewer than three since it has settled make no slope."""
     settled = [(at, mib) for at, mib in samples if at >= settled_s]
     slope = float(np.polyfit(*np.array(settled).T, 1)[0]) * 60 if len(settled) >= 3 else None
@@ -83,5 +83,6 @@ def growth(samples: list[tuple[float, float]], settled_s: float) -> dict[str, fl
         "first_mib": round(samples[0][1], 1),
         "settled_mib": round(settled[0][1], 1) if settled else None,
         "last_mib": round(samples[-1][1], 1),
+        "mib_by_minute": [round(next(mib for at, mib in samples if at >= 60 * minute)) for minute in range(int(samples[-1][0] / 60) + 1)],
         "mib_per_minute": None if slope is None else round(slope, 2),
     }
