@@ -71,7 +71,7 @@ class AdapterFinder:
         self._removers = ThreadPoolExecutor(NUM_REMOVERS, "adapter-remover")
         self._lookers = ThreadPoolExecutor(NUM_LOOKERS, "adapter-looker")
         self._searches: dict[AdapterRef, asyncio.Task[Adapter]] = {}  # of those that may take long
-        self._num_waiting: Counter[tuple[str, bool]] = Counter()  # requests, by adapter id, and whether their tokens are proven
+        self._num_waiting: Counter[tuple[str, bool]] = Counter()  # requests, by id or merged place, and if tokens are proven
         self._num_asking: Counter[asyncio.Task[Adapter]] = Counter()  # requests, by search
         self._turns: dict[TurnKey, asyncio.Semaphore] = {}
         self._num_at: Counter[TurnKey] = Counter()  # that have or want a turn
@@ -83,7 +83,7 @@ class AdapterFinder:
 
     async def find(self, ref: AdapterRef) -> Adapter:
         """The adapter as it is to be served now; its version tells apart equal files of different places. Raises a LorayError."""
-        like = ref.adapter_id, self._store.is_proven(ref)
+        like = (self._place(ref) if ref.merge else ref.adapter_id), self._store.is_proven(ref)
         if self._num_waiting[like] >= self._max_waiting:
             raise Overloaded(f"{self._num_waiting[like]} requests wait for adapter {ref.adapter_id!r} to be found; try again")
         search = self._searches.get(ref) or self._start(ref)
@@ -176,7 +176,7 @@ class AdapterFinder:
     async def _found(self, ref: AdapterRef) -> Adapter:
         is_here = self._store.is_local(ref) or await self.look(lambda: self._is_on_disk(ref))
         threads = self._readers if is_here else self._finders  # what is here does not wait for downloads
-        async with self._turn((self._store.place_key(ref), is_here), NUM_AT_A_PLACE):
+        async with self._turn((self._place(ref), is_here), NUM_AT_A_PLACE):
             adapter = await asyncio.get_running_loop().run_in_executor(threads, lambda: self._store.find(ref))
         adapter.account = account_of(self._store.named(ref), adapter.path)
         return _of_its_place(adapter)
@@ -200,6 +200,11 @@ class AdapterFinder:
         may_read = not self._store.is_private(ref) or self._store.is_proven(ref)
         return may_read and self._store.disk_bytes(ref) > 0 and not self._store.is_stale(ref)
 
+    def _place(self, ref: AdapterRef) -> str:
+        """One for all merges of the same adapters: their weights, their order and how often each is named make endlessly many."""
+        parts = self._parts(ref)
+        return account_of_merge(self._store.place_key(part) for part in parts) if parts else self._store.place_key(ref)
+
     def _parts(self, ref: AdapterRef) -> list[AdapterRef]:
         """What it is merged of, each written as those write it who ask for it alone. Raises InvalidRequest."""
         adapter_ids = ref.merge.adapter_ids if ref.merge else ()
@@ -215,7 +220,7 @@ class AdapterFinder:
             loop = asyncio.get_running_loop()
             merged = await loop.run_in_executor(self._readers, lambda: self._store.held_merge(ref, parts))
             if merged is None:
-                async with self._turn((ref.adapter_id, False), num_at_once=1), self._merges:
+                async with self._turn((self._place(ref), False), num_at_once=1), self._merges:
                     with _among(self._merging, asyncio.current_task()):
                         merged = await loop.run_in_executor(self._mergers, lambda: self._store.merged(ref, parts))
         merged.account = account_of_merge(part.account for part in parts)

@@ -1,7 +1,7 @@
 """Which adapters are listed: for everybody those that all get by their name alone and that fit the base model, and for admins what is on
 disk. Blocking; loads nothing.
 
-Servers with other models, other default sources and other lists of URLs share the disk.
+Servers with other models, other default sources, other storages and other lists of URLs share the disk.
 """
 
 import threading
@@ -11,7 +11,7 @@ from contextlib import suppress
 from typing import NamedTuple
 
 from loray.deployments.adapter_files import AdapterFiles
-from loray.deployments.adapter_sources import Place, Source, named, place_of
+from loray.deployments.adapter_sources import Place, Places, Source, named
 from loray.deployments.adapters import Adapter
 from loray.deployments.disk_cache import DiskCache
 from loray.deployments.errors import LorayError
@@ -31,11 +31,11 @@ class _Candidate(NamedTuple):
 class AdapterListing:
     """Any thread may ask."""
 
-    def __init__(self, files: AdapterFiles, cache: DiskCache, sources: Mapping[str, Source], default_source: str) -> None:
+    def __init__(self, files: AdapterFiles, cache: DiskCache, sources: Mapping[str, Source], places: Places) -> None:
         self._files = files
         self._cache = cache
         self._sources = sources
-        self._default_source = default_source
+        self._places = places
         self._names: dict[_Candidate, str] = {}  # "" = not to be listed
         self._lock = threading.Lock()  # held while files are read: many who ask at once would all read the same
         self._answer: list[str] = []  # the last
@@ -58,8 +58,9 @@ class AdapterListing:
             path = str(self._cache.path(key, entry.version))
             if key not in known:
                 with suppress(LorayError):  # a name that no request can use
-                    as_told = ref if ref.merge else named(ref, self._default_source)
-                    left.append((as_told, Adapter(ref.adapter_id, entry.version, path, num_pages=0, is_private=entry.is_private)))
+                    if ref.merge or self._places.of(ref).key == key:  # else it is from the storage of a server that was set up otherwise
+                        as_told = ref if ref.merge else named(ref, self._places.default_source)
+                        left.append((as_told, Adapter(ref.adapter_id, entry.version, path, num_pages=0, is_private=entry.is_private)))
         return left
 
     def merges(self, name: str) -> list[str]:
@@ -80,7 +81,7 @@ class AdapterListing:
         return sorted({name for name in self._names.values() if name})
 
     def _candidates(self) -> list[_Candidate]:
-        folders = self._files.stamps(MAX_FOLDERS) if self._default_source == "local" else {}  # else no name alone leads there
+        folders = self._files.stamps(MAX_FOLDERS) if self._places.default_source == "local" else {}  # else no name alone leads there
         downloads = self._cache.stamps(MAX_FOLDERS)
         return [_Candidate(True, *folder) for folder in folders.items()] + [_Candidate(False, *download) for download in downloads.items()]
 
@@ -104,4 +105,4 @@ class AdapterListing:
         return entry.name if self._files.fits(self._cache.path(key, entry.version)) else ""
 
     def _place(self, name: str) -> Place:
-        return place_of(AdapterRef(adapter_id=name), self._default_source)
+        return self._places.of(AdapterRef(adapter_id=name))

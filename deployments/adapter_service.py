@@ -19,6 +19,7 @@ import msgspec
 from loray.deployments.adapter_arrival import arrival, logged_load
 from loray.deployments.adapter_finder import AdapterFinder, Store
 from loray.deployments.adapter_records import AdapterRecord, AdapterRecords
+from loray.deployments.adapter_removals import AdapterRemovals
 from loray.deployments.adapter_report import AdapterReport
 from loray.deployments.adapter_status import AdapterStatus, TierUse
 from loray.deployments.adapter_template import adapter_template
@@ -50,6 +51,7 @@ class AdapterService:
         self._engine = engine
         self._folders = NeededFolders(store, lambda path: self._in_background(self._finder.free(path)))
         self._finder = AdapterFinder(store, max_waiting, self._folders.needed)
+        self._removals = AdapterRemovals(self._finder)
         self._report = AdapterReport(store, engine, self._finder, page_bytes)
         self._loads = asyncio.Semaphore(NUM_LOADS)
         self._num_searches = 0
@@ -180,6 +182,7 @@ class AdapterService:
                 except Exception:  # one that can't be done keeps nobody from the others
                     logger.exception("adapter %s: what an admin wants of it can't be done; the next change tries again", adapter_id)
                     self._wishes.records.pop(adapter_id)
+        await self._removals.wait_for_new()
 
     async def statuses(self) -> list[AdapterStatus]:
         """Also of what is being found, and of what is on disk alone, since an earlier process has used it: all can be unloaded."""
@@ -246,7 +249,9 @@ class AdapterService:
         self._unpin(keys)
         uses = [self._uses.pop(key) for key in keys]
         if not any(use.adapter for use in uses) and not self._wishes.is_place_wanted(ref):
-            return self._in_background(self._unload_found(ref)) if self._finder.is_searching(ref) else await self._finder.remove(ref)
+            if self._finder.is_searching(ref):
+                return self._in_background(self._unload_found(ref))
+            return self._remove_left(ref)
         loop, wanted = asyncio.get_running_loop(), self._wishes.versions(self._uses)
         for use in uses:
             if use.adapter and use.version not in wanted:
@@ -254,7 +259,7 @@ class AdapterService:
                 freed = partial(loop.call_soon_threadsafe, self._freed, use)
                 await self._ask(partial(AdapterTiers.unload, version=use.adapter.version, on_freed=freed))
         if any(use.ref.merge for use in uses):
-            await self._finder.remove(ref)  # those that an earlier process has made, or of other versions of their parts
+            self._remove_left(ref)  # those that an earlier process has made, or of other versions of their parts
             if self._finder.is_searching(ref) and not is_again:
                 self._in_background(self._unload_found(ref))
 
@@ -275,10 +280,20 @@ class AdapterService:
 
     async def _remove(self, use: AdapterUse) -> None:
         try:
-            await self._finder.remove(use.ref, use.path)
-            logger.info("adapter %s is unloaded", use.ref.adapter_id)
+            if await self._removals.remove(use.ref, use.path):
+                logger.info("adapter %s is unloaded", use.ref.adapter_id)
         finally:
             self._unloading.remove(use)
+
+    def _remove_left(self, ref: AdapterRef) -> None:
+        """What is on disk alone. Where that fails, the next change tries again."""
+        record = self._wishes.records.get(ref.adapter_id)
+
+        def forget() -> None:
+            if self._wishes.records.get(ref.adapter_id) is record:
+                self._wishes.records.pop(ref.adapter_id, None)
+
+        self._removals.start(ref, on_failure=forget)
 
     def _unpin(self, refs: list[AdapterRef]) -> None:
         keys = [self._key(ref) for ref in refs]

@@ -3,10 +3,10 @@
 import hashlib
 import posixpath
 import re
-from collections.abc import Iterable
-from dataclasses import dataclass, field
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 from huggingface_hub.errors import HFValidationError
 from huggingface_hub.utils import validate_repo_id
@@ -35,6 +35,7 @@ class Place:
     source: str  # "local", "hub" or a scheme
     address: str  # a name or folder, "org/name", a URL
     revision: str = ""  # "" = the source's newest
+    origin: str = ""  # whose storage or hub it is, if not what everybody takes for the source
 
     @property
     def name(self) -> str:
@@ -44,7 +45,8 @@ class Place:
     @property
     def key(self) -> str:
         """A file name of its own, which a person can read."""
-        digest = hashlib.blake2b("\n".join((self.source, self.address, self.revision)).encode(), digest_size=12).hexdigest()
+        parts = (self.source, self.address, self.revision, *filter(None, (self.origin,)))
+        digest = hashlib.blake2b("\n".join(parts).encode(), digest_size=12).hexdigest()
         return f"{self.source}-{re.sub(r'[^A-Za-z0-9.]+', '-', self.name)[-64:].strip('-.')}-{digest}"
 
 
@@ -109,6 +111,18 @@ def place_of(ref: AdapterRef, default_source: str) -> Place:
     if scheme != source and (scheme, source) != ("http", "https"):
         raise InvalidRequest(f"adapter {ref.adapter_id!r} is not of the source {source}", param="adapter_source")
     return Place(scheme, url)
+
+
+class Places(NamedTuple):
+    """As one server means them."""
+
+    default_source: str
+    origins: Mapping[str, str]  # source -> whose it is, where it is not what everybody takes for it
+
+    def of(self, ref: AdapterRef) -> Place:
+        """Raises InvalidRequest."""
+        place = place_of(ref, self.default_source)
+        return replace(place, origin=self.origins.get(place.source, ""))
 
 
 def named(ref: AdapterRef, default_source: str) -> AdapterRef:

@@ -21,7 +21,7 @@ from loray.deployments.adapter_files import AdapterFiles
 from loray.deployments.adapter_listing import AdapterListing
 from loray.deployments.adapter_merging import Merge, merge_into, merge_place
 from loray.deployments.adapter_room import ANY_ROOM, AdapterRoom
-from loray.deployments.adapter_sources import URL_SCHEMES, Offer, Place, Source, named, place_of
+from loray.deployments.adapter_sources import URL_SCHEMES, Offer, Place, Places, Source, named
 from loray.deployments.adapter_status import TierUse
 from loray.deployments.adapters import Adapter
 from loray.deployments.config import AdapterArgs
@@ -32,6 +32,7 @@ from loray.deployments.hub_source import HubSource, not_found
 from loray.deployments.keyed_lock import KeyedLock
 from loray.deployments.remembered_failures import Asker, RememberedFailures
 from loray.deployments.request import AdapterRef
+from loray.deployments.source_origins import source_origins
 from loray.deployments.url_source import UrlSource
 from loray.models.adapter import Shapes
 
@@ -57,13 +58,13 @@ class AdapterStore:
     def __init__(self, args: AdapterArgs, lora_shapes: Shapes, cache: Path, room: AdapterRoom = ANY_ROOM) -> None:
         self.merge: Merge
         self._lora_shapes = lora_shapes
-        self._default_source = args.default_source
+        self._places = Places(args.default_source, source_origins(args.storage_options))
         self._max_bytes = int(args.disk_bytes)
         self._files = AdapterFiles(args.local_roots, lora_shapes, room)
         self._cache = DiskCache(cache, self._max_bytes)
         urls = UrlSource(args.allowed_urls, args.storage_options)
         self._sources: dict[str, Source] = {"hub": HubSource(), **dict.fromkeys(URL_SCHEMES, urls)}
-        self._listing = AdapterListing(self._files, self._cache, self._sources, args.default_source)
+        self._listing = AdapterListing(self._files, self._cache, self._sources, self._places)
         self._asking, self._fetching = KeyedLock(), KeyedLock()  # by asker; by key
         self._stale: dict[str, int] = {}  # keys whose source is to be asked anew -> number of that wish
         self._numbers = count(1)
@@ -75,7 +76,7 @@ class AdapterStore:
 
     def find(self, ref: AdapterRef) -> Adapter:
         """The adapter as it is to be served now. Raises AdapterNotFound, AdapterFailed and InvalidRequest."""
-        place = place_of(ref, self._default_source)
+        place = self._places.of(ref)
         with only_loray_errors(place.name):
             if place.source == "local":
                 return self._files.find(place.address)
@@ -153,11 +154,11 @@ class AdapterStore:
         self._cache.free(path)
 
     def is_local(self, ref: AdapterRef) -> bool:
-        return place_of(ref, self._default_source).source == "local"
+        return self._places.of(ref).source == "local"
 
     def named(self, ref: AdapterRef) -> AdapterRef:
         """The reference without its token, and written in one way only."""
-        return msgspec.structs.replace(ref, api_token="") if ref.merge else named(ref, self._default_source)
+        return msgspec.structs.replace(ref, api_token="") if ref.merge else named(ref, self._places.default_source)
 
     def disk_bytes(self, ref: AdapterRef, path: str = "") -> int:
         return self._cache.num_bytes(self.place_key(ref, path))
@@ -178,7 +179,7 @@ class AdapterStore:
         if not ref.api_token or ref.merge:
             return False
         try:
-            return self._proven.get(self._wish(ref, place_of(ref, self._default_source)).asker) is not None
+            return self._proven.get(self._wish(ref, self._places.of(ref)).asker) is not None
         except InvalidRequest:
             return False
 
@@ -191,7 +192,7 @@ class AdapterStore:
         if ref.merge and path:
             return Path(path).parent.name
         try:
-            return place_of(ref, self._default_source).key
+            return self._places.of(ref).key
         except InvalidRequest:
             return NOWHERE
 

@@ -81,7 +81,7 @@ def _guard_statuses(method: str, path: str, has_body: bool, has_key: bool) -> li
     """What KeyCheck and Limits may answer before the route is reached, or while it reads."""
     statuses = [401] if has_key else [403] if path.startswith(ADMIN) else []
     if method.upper() not in LOOKING or path not in PROBES:
-        statuses += [413, 429]
+        statuses += [413] if path.startswith(ADMIN) else [413, 429]
     return [*statuses, 408] if has_body else statuses
 
 

@@ -117,7 +117,8 @@ class LimitArgs(Section):
     max_body_bytes: ByteSize = Field(default=ByteSize(4 * MIB), gt=0)
     """Bytes one request's body may have; beyond it the answer is 413."""
     max_concurrent_requests: int = Field(default=1024, ge=1)
-    """Unfinished requests one ingress replica may hold; beyond it the answer is 429. Health checks and metrics are not counted."""
+    """Unfinished requests one ingress replica may hold; beyond it the answer is 429, but for admins. Health checks and metrics don't
+    count."""
     body_timeout_s: Seconds = 60.0
     """A request whose body is not whole by then is answered 408, so that nobody keeps a place by sending nothing."""
     max_best_of: int = Field(default=2, ge=1)

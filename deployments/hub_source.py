@@ -42,6 +42,8 @@ class HubSource:
                 raise missing_file(place, name, has_pickle=PICKLE_FILE in sizes)
         if info.gated and not self.may_read(place, token):  # all may see what a gated repository has, few may read it
             raise not_found(place)
+        if info.id != place.address and info.id.casefold() == place.address.casefold():  # else one adapter would be several here
+            raise AdapterFailed(f"adapter {place.name!r}: on the hub its id is written {info.id!r}; ask for it so")
         is_private = bool(info.private or info.gated) or (token != "" and not self.may_read(place, ""))
         files = {name: sizes[name] for name in (*FILES, *EXTRA_FILES) if sizes.get(name) is not None}
         digests = {name: digest for name in files if (digest := digest_of("sha256", hashes.get(name, "")))}

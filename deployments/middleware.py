@@ -60,8 +60,7 @@ class KeyCheck:
             await self._app(scope, receive, send)
 
     def _refusal(self, request: Request) -> LorayError | None:
-        path = routed_path(request.scope)
-        is_admin = path == ADMIN or path.startswith(f"{ADMIN}/")
+        path, is_admin = routed_path(request.scope), is_of_admin(request.scope)
         keys = self._admin if is_admin else self._inference
         if is_admin and not keys:
             return Forbidden("this server has no admin key: set api_keys.admin in its config to use /admin")
@@ -97,6 +96,10 @@ def is_probe(scope: Scope) -> bool:
     return scope["method"] in LOOKING and routed_path(scope) in PROBES
 
 
+def is_of_admin(scope: Scope) -> bool:
+    return f"{routed_path(scope)}/".startswith(f"{ADMIN}/")
+
+
 class Limits:
     """Refuses a body that is too large before it is read whole, one that does not come, and more requests than this replica may hold."""
 
@@ -111,7 +114,7 @@ class Limits:
         if scope["type"] != "http" or is_probe(scope):
             await self._app(scope, receive, send)
             return
-        error = self._refusal(Headers(scope=scope))
+        error = self._refusal(scope)
         if error:
             await response(Request(scope), error)(scope, receive, send)
             return
@@ -121,11 +124,11 @@ class Limits:
         finally:
             self._num_requests -= 1
 
-    def _refusal(self, headers: Headers) -> LorayError | None:
-        length = headers.get("content-length", "0")
+    def _refusal(self, scope: Scope) -> LorayError | None:
+        length = Headers(scope=scope).get("content-length", "0")
         if length.isdecimal() and int(length) > self._max_body_bytes:
             return self._too_large()
-        if self._num_requests >= self._max_requests:
+        if self._num_requests >= self._max_requests and not is_of_admin(scope):  # who has that key may end what fills the server
             return Overloaded(f"{self._num_requests} requests are under way already (limits.max_concurrent_requests); try again")
         return None
 

@@ -15,7 +15,7 @@ from loray.deployments.adapter_finder import AdapterFinder
 from loray.deployments.adapter_store import AdapterStore
 from loray.deployments.adapters import Adapter
 from loray.deployments.config import AdapterArgs
-from loray.deployments.errors import InvalidRequest
+from loray.deployments.errors import InvalidRequest, Overloaded
 from loray.deployments.needed_folders import NeededFolders
 from loray.deployments.request import AdapterRef, MergeRecipe
 from tests.deployments.file_server import FileServer
@@ -327,24 +327,26 @@ def test_what_is_on_disk_does_not_wait_for_downloads_however_many(world: World, 
 
 
 def test_merges_that_nobody_waits_for_any_more_are_not_made(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
-    door, made = threading.Event(), []
+    door, made, names = threading.Event(), [], [f"other{number}" for number in range(adapter_finder.NUM_MERGES)]
+    for name in names:
+        world.save_as(name)
 
     def merged(ref: AdapterRef, parts: list[Adapter]) -> Adapter:
         made.append(ref.adapter_id)
         door.wait(HELD_S)
         return AdapterStore.merged(world.store, ref, parts)
 
-    def merge(weight: float, name: str = "merge") -> AdapterRef:
-        return merge_ref(name, world.ref.adapter_id, weights=(weight,))
+    def merge(weight: float, adapter_id: str = world.ref.adapter_id) -> AdapterRef:
+        return merge_ref(f"merge of {adapter_id}", adapter_id, weights=(weight,))
 
     async def run() -> None:
-        names = (f"merge {number}" for number in range(adapter_finder.NUM_MERGES))
-        running = [asyncio.create_task(world.finder.find(merge(1 + number, name))) for number, name in enumerate(names)]
+        others = [f"{world.web.url}/{name}" for name in names]
+        running = [asyncio.create_task(world.finder.find(merge(1, adapter_id))) for adapter_id in others]
         while len(made) < len(running):
             await asyncio.sleep(0.01)
         left = [asyncio.create_task(world.finder.find(merge(100 + number))) for number in range(20)]
         joined = [asyncio.create_task(world.finder.find(merge(100))), asyncio.create_task(world.finder.find(merge(5000)))]
-        while world.finder._num_waiting["merge", False] < len(left) + len(joined):
+        while world.finder._num_waiting[world.finder._place(merge(1)), False] < len(left) + len(joined):
             await asyncio.sleep(0.01)
         for task in left:
             task.cancel()
@@ -380,24 +382,29 @@ def test_merges_that_are_given_up_take_no_thread_each_while_a_part_of_theirs_is_
     run(work())
 
 
-def test_a_merge_on_disk_waits_for_none_that_is_made_and_one_name_holds_up_no_other(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
-    door = threading.Event()
+def test_a_merge_on_disk_waits_for_none_that_is_made_and_merges_of_some_hold_up_none_of_others(
+    world: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    door, others = threading.Event(), f"{world.web.url}/others"
+    world.save_as("others")
 
-    def merge(weight: float, name: str) -> AdapterRef:
-        return merge_ref(name, world.ref.adapter_id, weights=(weight,))
+    def merge(weight: float, num_times: int = 1) -> AdapterRef:
+        ids = [world.ref.adapter_id] * num_times
+        return merge_ref(" ".join(ids), *ids, weights=(weight,) * num_times)
 
     def merge_late(*args: Any) -> None:
-        assert args[1] != (9.0,) or door.wait(HELD_S)
+        assert 9.0 not in args[1] or door.wait(HELD_S)
         merge_here(*args)
 
     async def run() -> None:
-        await world.finder.find(merge(1, "many"))
-        held = [asyncio.create_task(world.finder.find(merge(9, "many")))]
+        await world.finder.find(merge(1))
+        held = [asyncio.create_task(world.finder.find(merge(9)))]
         while not world.finder._merging:
             await asyncio.sleep(0.01)
-        held += [asyncio.create_task(world.finder.find(merge(weight, "many"))) for weight in range(10, 80)]
-        await world.finder.find(merge(1, "many"))
-        await world.finder.find(merge(2, "other"))
+        held += [asyncio.create_task(world.finder.find(merge(weight))) for weight in range(10, 50)]
+        held += [asyncio.create_task(world.finder.find(merge(9, num_times))) for num_times in range(2, 30)]
+        await world.finder.find(merge(1))
+        await world.finder.find(merge_ref("others", others, weights=(2,)))
         assert len(world.finder._merging) == 1 and not any(task.done() for task in held)
         for task in held:
             task.cancel()
@@ -406,6 +413,26 @@ def test_a_merge_on_disk_waits_for_none_that_is_made_and_one_name_holds_up_no_ot
 
     world.store.merge = merge_late
     monkeypatch.setattr(world.finder, "_max_waiting", 100)
+    asyncio.run(run())
+
+
+def test_merges_of_the_same_adapters_wait_as_those_of_one_however_they_are_written(world: World) -> None:
+    door = threading.Event()
+
+    async def run() -> None:
+        def ask(num_times: int) -> "asyncio.Task[Adapter]":
+            ids = [world.ref.adapter_id] * num_times
+            return asyncio.create_task(world.finder.find(merge_ref(" ".join(ids), *ids, weights=(1.0,) * num_times)))
+
+        waiting = [ask(num_times) for num_times in range(1, 11)]  # as many as may
+        while not world.finder._merging:
+            await asyncio.sleep(0.01)
+        with pytest.raises(Overloaded):
+            await ask(11)
+        door.set()
+        await asyncio.gather(*waiting)
+
+    world.store.merge = lambda *args: (door.wait(HELD_S), merge_here(*args))[1]
     asyncio.run(run())
 
 

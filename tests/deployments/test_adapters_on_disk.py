@@ -10,17 +10,21 @@ from typing import Any
 import msgspec
 import pytest
 
-from loray.deployments import adapter_service
+from loray.deployments import adapter_removals, adapter_service
+from loray.deployments.adapter_finder import NUM_REMOVERS
+from loray.deployments.adapter_records import AdapterChange, AdapterSet
 from loray.deployments.adapter_registry import merge_replicas
 from loray.deployments.adapter_service import AdapterService
+from loray.deployments.adapter_status import AdapterStatus
 from loray.deployments.adapter_store import AdapterStore
 from loray.deployments.adapters import Adapter
 from loray.deployments.config import AdapterArgs
+from loray.deployments.disk_cache import FOUND_S
 from loray.deployments.errors import AdapterFailed
 from loray.deployments.needed_folders import NeededFolders
 from loray.deployments.request import AdapterRef
 from loray.models.step import HostCopy
-from tests.deployments.file_server import FileServer
+from tests.deployments.file_server import FileServer, Hold
 from tests.deployments.peft_folder import SHAPES, save_folder
 from tests.deployments.rank_in_process import PAGE_BYTES, RankInProcess, start_engine
 from tests.deployments.replica_admin import ReplicaAdmin, settled
@@ -83,6 +87,10 @@ def world(tmp_path: Path) -> Iterator[World]:
     made = World(tmp_path)
     yield made
     made.web.close()
+
+
+async def by_name(service: AdapterService) -> dict[str, AdapterStatus]:
+    return {status.adapter_id: status for status in await service.statuses()}
 
 
 def run(work: Any) -> None:
@@ -217,6 +225,74 @@ def test_a_download_that_leaves_stays_when_it_is_loaded_by_its_other_spelling(wo
         await admin.change("load", spelt_otherwise(world.ref))
         await settled(service)
         assert len(world.files()) == 1 and len(list(world.files()[0].parent.parent.glob("entry.json"))) == 1
+
+    run(work())
+
+
+def test_files_that_take_long_to_delete_keep_an_admin_waiting_for_nothing_else(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(adapter_removals, "PATIENCE_S", 0.1)
+
+    async def work() -> None:
+        others = [world.save(f"other{number}", seed=number) for number in range(NUM_REMOVERS + 1)]
+        for ref in (world.ref, *others):
+            await world.replica()[0].find(ref)
+        service, store = world.replica(num_adapters=20)
+        admin, clock = ReplicaAdmin(service), asyncio.get_running_loop().time
+        store.door.clear()
+        began = clock()
+        for ref in others:
+            await admin.change("unload", ref)
+        await admin.change("load", world.ref)
+        assert clock() - began < HELD_S
+        while (await by_name(service))[world.ref.adapter_id].state != "host":
+            await asyncio.sleep(0.01)
+        store.door.set()
+        await settled(service)
+        assert set(await by_name(service)) == {world.ref.adapter_id} and len(world.files()) == 1
+
+    run(work())
+
+
+def test_many_unloads_at_once_take_hardly_longer_than_one(world: World) -> None:
+    async def work() -> None:
+        refs = [world.save(f"other{number}", seed=number) for number in range(NUM_REMOVERS)]
+        for ref in refs:
+            await world.replica(num_adapters=20)[0].find(ref)
+        service, _ = world.replica(num_adapters=20)
+        wishes = AdapterSet()
+        for ref in refs:
+            wishes.change(AdapterChange(action="unload", ref=ref))
+        began = asyncio.get_running_loop().time()
+        await service.apply(msgspec.msgpack.encode(wishes.snapshot()))
+        assert asyncio.get_running_loop().time() - began < NUM_REMOVERS * FOUND_S and not world.files()
+
+    run(work())
+
+
+def test_a_source_that_stalls_keeps_nobody_from_unloading_others(world: World) -> None:
+    async def work() -> None:
+        stalling = [world.save(f"other{number}", seed=number) for number in range(NUM_REMOVERS)]
+        await world.replica()[0].find(world.ref)
+        service, store = world.replica(num_adapters=20)
+        admin = ReplicaAdmin(service)
+        for ref in stalling:
+            await service.find(ref)
+        hold = Hold()
+        for ref in stalling:
+            world.web.rules[f"{ref.adapter_id.removeprefix(world.web.url)}/adapter_config.json"] = hold
+            world.save(Path(ref.adapter_id).name, seed=100)
+            await admin.change("reload", ref)
+        while not hold.held.is_set():
+            await asyncio.sleep(0.01)
+        for ref in stalling:
+            await admin.change("unload", ref)
+        while len(service._unloading) < len(stalling) or store._fetching.in_use() == []:
+            await asyncio.sleep(0.01)
+        await admin.change("unload", world.ref)
+        assert world.ref.adapter_id not in await by_name(service)
+        hold.released.set()
+        await settled(service)
+        assert not world.files()
 
     run(work())
 

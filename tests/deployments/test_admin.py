@@ -89,6 +89,18 @@ def test_the_admin_key_does_not_open_inference(service: Service) -> None:
     assert send(service, "GET", "/v1/models", headers=ADMIN).status_code == 401
 
 
+@pytest.mark.parametrize("path", ["/generate", "/v1/completions"])
+def test_the_admin_key_is_no_token_for_an_adapters_source(backend: ScriptedBackend, path: str) -> None:
+    """Where inference needs no key a header holds a token; whoever has just been an admin sends his key."""
+    service = service_of(backend, api_keys={"admin": "hf_open"})
+    adapter = {"adapter_id": "org/mine", "adapter_source": "hub"}
+    body = {"inputs": "x", "parameters": adapter} if path == "/generate" else {"model": "org/mine", "prompt": "x", "adapter_source": "hub"}
+    for key, token in (("hf_open", ""), ("hf_mine", "hf_mine")):
+        assert send(service, "POST", path, json=body, headers={"Authorization": f"Bearer {key}"}).status_code == 200
+        asked = backend.requests[-1].adapter
+        assert asked and asked.api_token == token
+
+
 def test_without_an_inference_key_the_admin_key_is_still_needed(backend: ScriptedBackend) -> None:
     service = service_of(backend, api_keys={"admin": "open"})
     assert send(service, "GET", "/v1/models").status_code == 200

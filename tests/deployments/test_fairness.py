@@ -64,6 +64,19 @@ def test_a_prompt_of_several_steps_takes_hardly_more_of_them_beside_a_flood(floo
     assert max(delays) <= most < 2 * alone, delays
 
 
+@pytest.mark.parametrize("num_small", [4, 8, 11])
+def test_a_request_for_most_of_the_blocks_is_not_passed_for_ever_by_small_ones(num_small: int) -> None:
+    """They come one after another, each of another adapter than the last, and there is always room for one more of them."""
+    rng, server = random.Random(0), Server(num_blocks=64, num_pages=12, max_batch_tokens=32, max_running=16)
+    for step in range(160):
+        for i in range(num_small):
+            keep_waiting(server, rng, f"small{i}", 1, Shape(12, 20))
+        if step == 100:
+            large = server.add(new_prompt(rng, 180), 4, "large")  # 45 blocks
+        server.turn()
+    assert large.num_output, "it never began"
+
+
 def test_an_adapter_that_always_asks_is_served_although_ever_new_ones_come() -> None:
     """More of them than can be served: each has one request. It gets half of its share at least."""
     rng, server = random.Random(0), Server(num_blocks=2000, num_pages=400, max_batch_tokens=48, max_running=16)

@@ -76,6 +76,25 @@ def test_a_gated_repository_is_private_and_unknown_to_those_without_access(hub: 
             HubSource().describe(Place("hub", "org/small"), token)
 
 
+def test_what_only_a_token_may_read_is_private_though_the_hub_does_not_say_so(hub: HubServer, monkeypatch: pytest.MonkeyPatch) -> None:
+    hub.readers["org/small"] = {"hf_good"}
+    info = hub._info
+    monkeypatch.setattr(hub, "_info", lambda repo: {**info(repo), "private": False})
+    assert HubSource().describe(Place("hub", "org/small"), "hf_good").is_private
+
+
+def test_an_id_in_other_letters_than_the_hubs_is_refused_with_the_hubs(hub: HubServer) -> None:
+    """The hub takes both, and there would be two adapters of one repository here, with two versions after a reload."""
+    (hub.root / "org").rename(hub.root / "moved")
+    (hub.root / "Org").symlink_to(hub.root / "moved")
+    (hub.root / "org").symlink_to(hub.root / "moved")
+    info = hub._info
+    hub._info = lambda repo: {**info(repo), "id": "Org/small"}  # type: ignore[method-assign]
+    assert HubSource().describe(Place("hub", "Org/small"), "").files
+    with pytest.raises(AdapterFailed, match="org/small.*'Org/small'"):
+        HubSource().describe(Place("hub", "org/small"), "")
+
+
 def test_a_public_repository_read_with_a_token_is_public(hub: HubServer) -> None:
     assert not HubSource().describe(Place("hub", "org/small"), "hf_any").is_private
 
