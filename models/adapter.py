@@ -13,7 +13,7 @@ from loray.models.adapter_config import CONFIG_FILE, AdapterConfig, AdapterError
 from loray.models.adapter_header import MAX_HEADER_BYTES, SIZE_BYTES, WEIGHTS_FILE, TensorPlace, read_places
 
 __all__ = ["EMBEDDINGS", "HEAD", "PAGE_RANK", "WEIGHTS_FILE", "AdapterError", "AdapterModule", "AdapterSpec", "TrainedTokens"]
-__all__ += ["Shapes", "most_weights_bytes", "rank_in_config", "read_adapter", "signature"]
+__all__ += ["Shapes", "most_weights_bytes", "no_tokens", "rank_in_config", "read_adapter", "signature"]
 
 PAGE_RANK = 8  # LoRA ranks in one page of the pool
 EMBEDDINGS = ("embed_tokens", "wte", "embed_in")  # last names of modules whose input is a token
@@ -70,6 +70,7 @@ class AdapterSpec:
     beyond_pages: frozenset[str]  # those modules that are no linears: the embedding and the head
     biases: dict[str, str]  # tensor [out_features] that replaces the linear's own
     tokens: dict[str, TrainedTokens]
+    has_same_tokens: bool  # for the embedding and the head: where these are tied, the file has the embedding's alone
     copies: dict[str, str]  # tensor that must be the base model's own weight, which PEFT saves beside LoRA on it
     extra_bytes: int  # at most, of what a rank keeps of it beside its pages
     places: dict[str, TensorPlace]  # of all its tensors, by their names
@@ -87,7 +88,7 @@ def read_adapter(folder: Path, lora_shapes: Shapes) -> AdapterSpec:
         loras = {path: reader.module(path, tensors) for path, tensors in modules.items() if _has_lora(tensors)}
         biases = {path: reader.bias(path, tensors) for path, tensors in modules.items() if BIASES & tensors.keys()}
         tokens = {path: reader.tokens(path, tensors) for path, tensors in modules.items() if "trained tokens" in tensors}
-        reader.check_has_tokens(tokens)
+        has_same_tokens = reader.has_same_tokens(tokens)
         _check_is_whole(config, names, lora_shapes)
         copies = {path: reader.copy(path, tensors) for path, tensors in modules.items() if "weight under LoRA" in tensors}
         beyond_pages = {path for path in loras if not _is_linear(path)}
@@ -97,7 +98,8 @@ def read_adapter(folder: Path, lora_shapes: Shapes) -> AdapterSpec:
         raise AdapterError(f"adapter {folder.name!r}: {error}") from None
     ranks = [module.rank for path, module in loras.items() if path not in beyond_pages]
     extra_bytes = sum(_extra_bytes(path, tensors, shapes) for path, tensors in modules.items())
-    return AdapterSpec(max(ranks, default=1), loras, frozenset(beyond_pages), biases, tokens, copies, extra_bytes, places)
+    rank = max(ranks, default=1)
+    return AdapterSpec(rank, loras, frozenset(beyond_pages), biases, tokens, has_same_tokens, copies, extra_bytes, places)
 
 
 def rank_in_config(folder: Path, lora_shapes: Shapes) -> int:
@@ -141,6 +143,10 @@ def _read_config(folder: Path, lora_shapes: Shapes) -> AdapterConfig:
         _check_token_ids(config.token_ids(path, _is_embedding(path)), _vocab_size(path, lora_shapes))
     config.check_names_embeddings(embeddings)
     return config
+
+
+def no_tokens(path: str) -> AdapterError:
+    return AdapterError(f"trainable_token_indices names tokens of {path}, but they are not among the tensors")
 
 
 def _check_is_whole(config: AdapterConfig, names: Names, lora_shapes: Shapes) -> None:
@@ -288,13 +294,16 @@ class _Reader:
         self._check_shape(name, (len(token_ids), hidden_size))
         return TrainedTokens(name, token_ids)
 
-    def check_has_tokens(self, trained: dict[str, TrainedTokens]) -> None:
-        """Of modules that are tied and have the same tokens, PEFT saves one."""
-        saved = {tokens.token_ids for tokens in trained.values()}
-        for path in self._lora_shapes:
-            token_ids = () if _is_linear(path) else self._config.token_ids(path, _is_embedding(path))
-            if token_ids and token_ids not in saved:
-                raise AdapterError(f"trainable_token_indices names tokens of {path}, but they are not among the tensors")
+    def has_same_tokens(self, trained: dict[str, TrainedTokens]) -> bool:
+        """Whether the config names the same for the embedding and the head; only the ranks know if these are tied."""
+        embeddings = [path for path in self._lora_shapes if not _is_linear(path)]
+        token_ids = {path: self._config.token_ids(path, _is_embedding(path)) for path in embeddings}
+        of_head = token_ids.get(HEAD, ())
+        has_same = of_head != () and any(ids == of_head for path, ids in token_ids.items() if path != HEAD)
+        for path, ids in token_ids.items():
+            if ids and path not in trained and not (path == HEAD and has_same):
+                raise no_tokens(path)
+        return has_same
 
     def copy(self, path: str, tensors: Tensors) -> str:
         name, (inputs, outputs) = tensors["weight under LoRA"], self._lora_shapes[path]
@@ -308,6 +317,8 @@ class _Reader:
             if absent not in tensors:
                 found = tensors.get(present) or next(iter(tensors.values()))
                 raise AdapterError(f"module {path} has {found} but no {absent}")
+        if a == "lora_A" and "bias of lora_B" not in tensors and self._config.lora_bias and self._config.fills_at_random:
+            raise AdapterError(f"lora_bias is set, but module {path} has no bias of lora_B: PEFT would fill it at random")
         foreign = LORA - {a, b, "magnitude"} - ({"bias of lora_B"} if a == "lora_A" else set())
         for kind in foreign & tensors.keys():
             raise AdapterError(f"tensor {tensors[kind]}: {path} has {a} and {b}, so PEFT would not read it")

@@ -15,7 +15,7 @@ MAX_CONFIG_BYTES = 1 << 20
 MAX_NUMBER = 1e30  # beyond it a scale is no float32 any more
 MAX_NAMES = 4096  # of modules or layers, in one field
 MAX_SECONDS = 1.0  # of a processor, for everything that one adapter's patterns are asked
-REFUSED_FIELDS = {  # field -> what it is; any value but null, false or empty is refused
+REFUSED_FIELDS = {  # field -> what it is; any value but null, false or empty is refused, see also NULL_FIELDS
     "modules_to_save": "a module trained as a whole",
     "target_parameters": "LoRA on bare parameters",
     "layer_replication": "a model with replicated layers",
@@ -27,9 +27,12 @@ REFUSED_FIELDS = {  # field -> what it is; any value but null, false or empty is
     "monteclora_config": "MonteCLoRA",
     "arrow_config": "Arrow routing",
 }
+NULL_FIELDS = {"use_bdlora", "velora_config", "kasa_config", "monteclora_config", "arrow_config"}  # PEFT fills an empty one with defaults
 FLAGS = ("use_dora", "use_rslora", "lora_bias", "ensure_weight_tying")
-PLAIN_INITS = {"gaussian", "eva", "orthogonal"}  # leave the base model's weights alone; pissa, olora, corda and loftq do not
-RANDOM_INITS = (False, "orthogonal")  # with the others B is zero
+# Names are PEFT's, which folds the case of some and takes others by their beginning.
+PLAIN_INITS = re.compile(r"(?i:gaussian)|eva|orthogonal")  # leave the base model's weights alone
+OTHER_INITS = re.compile(r"pissa.*|corda.*|(?i:olora)|loftq|lora_ga", re.DOTALL)  # change them
+RANDOM_INITS = (None, False, "orthogonal")  # with the others B is zero
 ANY_LAYER = re.compile(r".*?\.[^.]*\.(?P<idx>\d+)\.")
 
 _shortened = Repr()
@@ -96,7 +99,7 @@ class AdapterConfig:
 
     @property
     def fills_at_random(self) -> bool:
-        """Whether PEFT gives modules that it targets, and that have no tensors, numbers that change the model's."""
+        """Whether PEFT gives what it targets, and what has no tensors, numbers that change the model's."""
         return self._fields.get("init_lora_weights", True) in RANDOM_INITS
 
     def check_has_targets(self, names: Collection[str]) -> None:
@@ -133,18 +136,12 @@ class AdapterConfig:
         if fields.get("bias", "none") not in ("none", "lora_only", "all"):
             raise AdapterError(f"bias is {shown(fields['bias'])}, not 'none', 'lora_only' or 'all'")
         for field, meaning in REFUSED_FIELDS.items():
-            if fields.get(field):
+            if fields.get(field) or (field in NULL_FIELDS and fields.get(field) is not None):
                 raise AdapterError(f"{field} is {shown(fields[field])}: {meaning} is not supported")
         for field in FLAGS:
             if fields.get(field) not in (None, True, False):
                 raise AdapterError(f"{field} is {shown(fields[field])}, neither true nor false")
-        init = fields.get("init_lora_weights", True)
-        if init is not None and not isinstance(init, str | bool):
-            raise AdapterError(f"init_lora_weights is {shown(init)}, neither a name nor true or false")
-        if isinstance(init, str) and init not in PLAIN_INITS:
-            raise AdapterError(
-                f"init_lora_weights is {shown(init)}: it changes the base model's weights; save the adapter as plain LoRA first"
-            )
+        _check_init(fields.get("init_lora_weights", True))
         for field in ("r", "lora_alpha"):
             if not _is_number(fields.get(field)):
                 raise AdapterError(f"{field} is {shown(fields.get(field))}, not a number")
@@ -210,6 +207,16 @@ def _read(file: Path) -> dict[str, Any]:
     return config
 
 
+def _check_init(init: Any) -> None:
+    if init is not None and not isinstance(init, str | bool):
+        raise AdapterError(f"init_lora_weights is {shown(init)}, neither a name nor true or false")
+    if isinstance(init, str) and not PLAIN_INITS.fullmatch(init):
+        claim = "it" if OTHER_INITS.fullmatch(init) else "it is not known whether it"
+        raise AdapterError(
+            f"init_lora_weights is {shown(init)}: {claim} changes the base model's weights; save the adapter as plain LoRA first"
+        )
+
+
 def _check_names(fields: dict[str, Any]) -> None:
     """Of modules and layers."""
     if fields.get("target_modules") is None:
@@ -242,7 +249,7 @@ def _check_together(fields: dict[str, Any]) -> None:
         raise AdapterError("PEFT refuses layers_pattern without layers_to_transform")
     if has_bias and fields.get("use_dora"):
         raise AdapterError("PEFT refuses lora_bias together with use_dora")
-    if has_bias and isinstance(init := fields.get("init_lora_weights"), str):
+    if has_bias and not isinstance(init := fields.get("init_lora_weights", True), bool):
         raise AdapterError(f"PEFT refuses lora_bias where init_lora_weights is {shown(init)}")
 
 

@@ -12,7 +12,7 @@ from typing import Literal, NamedTuple
 import torch
 from torch import Tensor
 
-from loray.models.adapter import WEIGHTS_FILE, AdapterError, AdapterModule, AdapterSpec
+from loray.models.adapter import HEAD, WEIGHTS_FILE, AdapterError, AdapterModule, AdapterSpec, no_tokens
 from loray.models.adapter_header import TensorPlace
 from loray.models.file_tensors import FileTensors, rows_of
 from loray.models.host_memory import host_tensor
@@ -22,7 +22,9 @@ from loray.models.vocabulary import Embedding, Head
 
 MAX_ELEMENTS_OF_GPU = 1 << 24  # of which it has a few copies in float32 at once
 MAX_ELEMENTS_AT_ONCE = 32767  # from 32768 on torch shares an operation out among threads, which decoding needs
-MAX_DISTANCE = 0.004  # of a copy's row from the base model's, in its length: rounding to another half precision, no more
+MAX_DISTANCE = 1e-6  # of a copy's row from the base model's, in its length, beside that of rounding
+MAX_DISTANCE_OF_SKETCHES = 1e-5  # their sums are of float32
+HALVES = (torch.bfloat16, torch.float16)
 
 _READING = threading.Lock()
 
@@ -76,6 +78,7 @@ def read_rank_adapter(folder: Path, spec: AdapterSpec, targets: Mapping[str, Tar
     views = _views(values, shapes)
     max_elements = num_elements if is_pinned else MAX_ELEMENTS_AT_ONCE  # a GPU decodes without this machine's threads
     try:
+        _check_tokens(spec, targets)
         copies = set(spec.copies.values())  # may be gigabytes, and are only looked at
         tensors = FileTensors(folder / WEIGHTS_FILE, {name: place for name, place in spec.places.items() if name not in copies})
         for path, module in spec.modules.items():
@@ -92,6 +95,18 @@ def read_rank_adapter(folder: Path, spec: AdapterSpec, targets: Mapping[str, Tar
     except AdapterError as error:
         raise AdapterError(f"adapter {folder.name!r}: {error}") from None
     return RankAdapter(spec, values, shapes, vectors, squares)
+
+
+def _check_tokens(spec: AdapterSpec, targets: Mapping[str, Target]) -> None:
+    """Where the head is tied to the embedding and both have the same tokens, PEFT saves and reads the embedding's."""
+    if not spec.has_same_tokens:
+        return
+    head = targets[HEAD].layer
+    is_tied = isinstance(head, Head) and head.follows_embedding
+    if not is_tied and HEAD not in spec.tokens:
+        raise no_tokens(HEAD)
+    if is_tied and HEAD in spec.tokens:
+        raise AdapterError(f"tensor {spec.tokens[HEAD].name}: {HEAD} is tied to the embedding, so PEFT would not read it")
 
 
 def _check_finite(
@@ -218,7 +233,31 @@ def _check_copy(file: Path, place: TensorPlace, name: str, layer: Layer) -> None
     is_near = True
     for own_rows, rows in zip(own, rows_of(file, place, part, num_rows), strict=True):
         with _beside_steps(device):
-            rows = rows.to(device, torch.float32)
-            is_near &= bool(((layer.shown(rows) - own_rows.float()).norm(dim=1) <= MAX_DISTANCE * rows.norm(dim=1)).all())
+            is_near &= _is_copy(layer, rows.to(device), own_rows)
     if not is_near:
         raise AdapterError(f"tensor {name} is not the base model's own: modules trained as a whole are not supported")
+
+
+def _is_copy(layer: Embedding | Head, rows: Tensor, own: Tensor) -> bool:
+    """rows [rows, hidden_size], own [rows, hidden_size, or the size of a sketch]. Each may be rounded to its dtype, and to another one
+    before: a model loaded in half precision is saved in float32 by those who train so."""
+    dtypes = {rows.dtype, own.dtype, layer.weight.dtype}
+    rows, own = rows.float(), own.float()
+    shown = layer.shown(rows)
+    slack = MAX_DISTANCE if shown is rows else MAX_DISTANCE_OF_SKETCHES
+    distances, lengths, width = (shown - own).norm(dim=1), rows.norm(dim=1), rows.shape[1]
+    if not lengths.isfinite().all():
+        return False
+    are_near = [distances <= slack * lengths + _rounding(dtype, lengths, width) for dtype in dtypes]
+    if not torch.stack(are_near).any(0).all():
+        for dtype in HALVES:
+            is_rounded = (rows.to(dtype) == rows).all(1) | (own.to(dtype) == own).all(1)
+            are_near.append(is_rounded & (distances <= slack * lengths + _rounding(dtype, lengths, width)))
+    return bool(torch.stack(are_near).any(0).all())
+
+
+def _rounding(dtype: torch.dtype, lengths: Tensor, width: int) -> Tensor:
+    """[rows] how far a row of this length and width may be from what it was before: half the last digit of each number, of the
+    smallest numbers of float16 a fixed one."""
+    kind = torch.finfo(dtype)
+    return kind.eps / 2 * lengths + kind.smallest_normal * kind.eps / 2 * width**0.5

@@ -7,14 +7,16 @@ import re
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from math import prod
-from time import thread_time
+from time import sleep, thread_time
 from typing import Any
 
 import regex
 
 MAX_PATTERN_LEN = 4096
 MAX_COMPILED_LEN = 16384  # `regex` writes counted repetitions out: without this limit, 60 characters fill the memory
-MAX_SECONDS_LOCKED = 0.005  # what the interpreter gives a thread anyway; to let go of the lock costs more than most matches
+MAX_SECONDS_LOCKED = 0.001  # of one match; to let go of the lock costs more than most take
+SECONDS_BETWEEN_PAUSES = 0.002  # else others would have the lock every 5 ms, and only until they let go of it themselves
+PAUSE_SECONDS = 0.0002
 
 _PLAIN = re.compile(r"[\w.-]+", re.ASCII)
 _COUNT = re.compile(r"\{(\d*)(,?)(\d*)\}")
@@ -37,11 +39,12 @@ class PatternBudget:
 
     def __init__(self, max_seconds: float) -> None:
         self._seconds_left = max_seconds
+        self._seconds_in_a_row = 0.0
+        self._mark = 0.0  # the thread's time when it was last charged
 
     def compile(self, pattern: str, before: str = "", after: str = "", is_full: bool = False) -> Pattern:
         """before, after: trusted expressions around the stranger's. is_full: the text must match to its end."""
-        begin = thread_time()
-        self._check_time(self._seconds_left)
+        self._mark = thread_time()
         _check_text(pattern)
         whole, is_plain = f"{before}{pattern}{after}", _PLAIN.fullmatch(pattern) is not None
         try:
@@ -52,34 +55,40 @@ class PatternBudget:
             raise PatternError(f"is no regular expression: {error}") from None
         except (RecursionError, OverflowError):
             raise PatternError("is too deeply nested or repeated too often") from None
-        self._seconds_left -= thread_time() - begin
+        self._charge()
         return Pattern(compiled.fullmatch if is_full else compiled.match, is_plain)
 
     def first(self, patterns: Iterable[Pattern], text: str) -> tuple[int, Any] | None:
         """The number of the first that matches, and its match."""
-        begin = thread_time()
-        deadline = begin + self._seconds_left
-        self._check_time(self._seconds_left)
-        matches = (pattern.match(text) if pattern.is_plain else self._match(pattern, text, deadline) for pattern in patterns)
+        self._mark = thread_time()
+        matches = (pattern.match(text) if pattern.is_plain else self._match(pattern, text) for pattern in patterns)
         found = next(((number, match) for number, match in enumerate(matches) if match), None)
-        self._seconds_left -= thread_time() - begin
+        self._charge()
         return found
 
-    def _match(self, pattern: Pattern, text: str, deadline: float) -> Any:
+    def _match(self, pattern: Pattern, text: str) -> Any:
+        self._charge()
         try:
             return pattern.match(text, timeout=MAX_SECONDS_LOCKED, concurrent=False)
         except TimeoutError:
-            seconds_left = deadline - thread_time()
-            self._check_time(seconds_left)
+            self._charge()
         try:
-            return pattern.match(text, timeout=seconds_left, concurrent=True)
+            return pattern.match(text, timeout=self._seconds_left, concurrent=True)
         except TimeoutError:
             self._seconds_left = 0
-            self._check_time(0)
+            self._charge()
 
-    def _check_time(self, seconds_left: float) -> None:
-        if seconds_left <= 0:
+    def _charge(self) -> None:
+        """The time since the mark."""
+        now = thread_time()
+        self._seconds_left -= now - self._mark
+        if self._seconds_left <= 0:
             raise PatternError("takes too long to match")
+        self._seconds_in_a_row += now - self._mark
+        self._mark = now
+        if self._seconds_in_a_row > SECONDS_BETWEEN_PAUSES:
+            sleep(PAUSE_SECONDS)
+            self._seconds_in_a_row = 0.0
 
 
 def _check_text(pattern: str) -> None:

@@ -37,6 +37,11 @@ REFUSED = {
 }
 
 
+def quick(length: int) -> str:
+    """A pattern that takes some tenths of a millisecond, four times as many with two more."""
+    return r".*?\." + "(?:.|[^x])" * length + "[!?]"
+
+
 @pytest.mark.filterwarnings("ignore:Possible nested set")
 @pytest.mark.parametrize("pattern", PATTERNS)
 def test_patterns_match_as_python_matches_them(pattern: str) -> None:
@@ -77,7 +82,18 @@ def test_many_quick_matches_use_the_budget_up_too() -> None:
             budget.first([pattern], TEXT)
 
 
-def test_other_threads_run_while_a_slow_pattern_is_matched() -> None:
+@pytest.mark.parametrize("length", [8, 10, 12])
+def test_many_matches_of_one_search_end_with_the_budget(length: int) -> None:
+    budget = PatternBudget(0.1)
+    pattern = budget.compile(quick(length))
+    began = time.thread_time()
+    with pytest.raises(PatternError, match="too long"):
+        budget.first([pattern] * 20_000, TEXT)
+    assert time.thread_time() - began < 0.15
+
+
+@pytest.mark.parametrize("pattern", [SLOW, quick(10)], ids=["one that is slow", "many that are quick"])
+def test_other_threads_run_while_patterns_are_matched(pattern: str) -> None:
     num_turns, is_over = 0, threading.Event()
 
     def take_turns() -> None:
@@ -88,12 +104,14 @@ def test_other_threads_run_while_a_slow_pattern_is_matched() -> None:
 
     other = threading.Thread(target=take_turns)
     budget = PatternBudget(0.3)
-    slow = budget.compile(SLOW, is_full=True)
+    compiled = budget.compile(pattern)
     other.start()
     before = num_turns
-    with pytest.raises(PatternError, match="too long"):
-        budget.first([slow], TEXT)
-    num_turns_meanwhile = num_turns - before
-    is_over.set()
-    other.join()
+    try:
+        with pytest.raises(PatternError, match="too long"):
+            budget.first([compiled] * 4096, TEXT)
+        num_turns_meanwhile = num_turns - before
+    finally:
+        is_over.set()
+        other.join()
     assert num_turns_meanwhile > 100

@@ -16,7 +16,9 @@ from loray.models.page_writer import Key, PageWriter
 
 NUM_PAGES, IN, WIDTHS = 6, 3, [2, 4]
 NAMES = ("first", "second")
-NO_MODULES = AdapterSpec(rank=1, modules={}, beyond_pages=frozenset(), biases={}, tokens={}, copies={}, extra_bytes=0, places={})
+NO_MODULES = AdapterSpec(
+    rank=1, modules={}, beyond_pages=frozenset(), biases={}, tokens={}, has_same_tokens=False, copies={}, extra_bytes=0, places={}
+)
 ON_GPU = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA GPU")]
 
 

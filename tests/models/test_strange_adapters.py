@@ -12,6 +12,7 @@ from peft import LoraConfig
 from peft.tuners.tuners_utils import check_target_module_exists
 
 from loray.models.adapter import AdapterError, AdapterSpec, most_weights_bytes, rank_in_config, read_adapter
+from loray.models.adapter_config import AdapterConfig
 
 BARE = "layers.0.self_attn.q_proj"
 SHAPES = {f"model.{BARE}": (6, 4), "model.layers.1.self_attn.q_proj": (6, 4), "model.embed_tokens": (10, 6), "lm_head": (6, 10)}
@@ -90,7 +91,7 @@ def test_a_field_of_any_type_is_read_or_refused_by_what_and_why(tmp_path: Path, 
             read(tmp_path, LINEAR, **{field: value})
         except AdapterError as error:
             assert is_clear(str(error)), str(error)
-            assert any(word in str(error) for word in (field, "does not target", "the rank of", "the config need"))
+            assert any(word in str(error) for word in (field, "does not target", "the rank of", "the config need", "at random"))
 
 
 def test_a_header_of_any_kind_is_refused_by_what_and_why(tmp_path: Path) -> None:
@@ -140,11 +141,51 @@ def test_what_is_excluded_needs_no_tensors_however_the_others_begin(tmp_path: Pa
         read(tmp_path, shapes, **fields)
 
 
-@pytest.mark.parametrize("init", [False, "orthogonal"])
+@pytest.mark.parametrize("init", [None, False, "orthogonal"])
 def test_a_module_without_tensors_that_peft_would_fill_at_random_is_refused(tmp_path: Path, init: Any) -> None:
     assert read(tmp_path, LINEAR, target_modules=["q_proj"], init_lora_weights="gaussian").modules, "B is zero there"
     with pytest.raises(AdapterError, match="model.layers.1.self_attn.q_proj has no tensors.*at random"):
         read(tmp_path, LINEAR, target_modules=["q_proj"], init_lora_weights=init)
+
+
+@pytest.mark.parametrize("init", [None, False])
+def test_a_bias_of_b_that_peft_would_fill_at_random_is_refused_where_it_is_missing(tmp_path: Path, init: Any) -> None:
+    bias = {f"model.{BARE}.lora_B.bias": [4]}
+    fields = {"target_modules": [BARE], "lora_bias": True}
+    assert not read(tmp_path, LINEAR, **fields).modules[f"model.{BARE}"].b_bias_name, "it is zero there"
+    assert read(tmp_path, LINEAR | bias, init_lora_weights=False, **fields).modules[f"model.{BARE}"].b_bias_name
+    reason = f"module model.{BARE} has no bias of lora_B: PEFT would fill it at random" if init is False else "PEFT refuses lora_bias"
+    with pytest.raises(AdapterError, match=reason):
+        read(tmp_path, LINEAR, init_lora_weights=init, **fields)
+
+
+@pytest.mark.parametrize("field", ["use_bdlora", "velora_config", "kasa_config", "monteclora_config", "arrow_config"])
+def test_an_empty_config_of_a_variant_is_refused_for_peft_fills_it_with_defaults(tmp_path: Path, field: str) -> None:
+    read(tmp_path, LINEAR, **{field: None})
+    for value in ({}, False):
+        with pytest.raises(AdapterError, match=rf"{field} is {value}: .* is not supported"):
+            read(tmp_path, LINEAR, **{field: value})
+
+
+@pytest.mark.parametrize("field", ["modules_to_save", "target_parameters", "layer_replication", "alora_invocation_tokens"])
+def test_an_empty_list_of_what_is_refused_is_none(tmp_path: Path, field: str) -> None:
+    assert read(tmp_path, LINEAR, **{field: [], "use_qalora": False}).modules
+
+
+@pytest.mark.parametrize("init", ["gaussian", "GAUSSIAN", "eva", "orthogonal"])
+def test_names_of_initializations_have_the_case_that_peft_knows(tmp_path: Path, init: str) -> None:
+    assert read(tmp_path, LINEAR, target_modules=[BARE], init_lora_weights=init).modules
+    if init != "GAUSSIAN":
+        with pytest.raises(AdapterError, match="it is not known whether it changes"):
+            read(tmp_path, LINEAR, init_lora_weights=init.title() if init != "gaussian" else "gauss")
+
+
+@pytest.mark.parametrize("init", ["pissa", "pissa_niter_4", "corda", "OLoRA", "loftq", "lora_ga"])
+def test_initializations_that_change_the_base_model_are_told_from_unknown_ones(tmp_path: Path, init: str) -> None:
+    with pytest.raises(AdapterError, match=f"init_lora_weights is '{init}': it changes the base model's weights; save"):
+        read(tmp_path, LINEAR, init_lora_weights=init)
+    with pytest.raises(AdapterError, match="it is not known whether it changes the base model's weights; save"):
+        read(tmp_path, LINEAR, init_lora_weights=f"x{init}")
 
 
 def test_large_files_are_refused_before_they_are_read(tmp_path: Path) -> None:
@@ -175,6 +216,18 @@ def test_of_all_linears_too_some_may_be_excluded(tmp_path: Path) -> None:
 def test_an_empty_list_of_layers_means_all_of_them_as_in_peft(tmp_path: Path) -> None:
     assert check_target_module_exists(LoraConfig(target_modules=["q_proj"], layers_to_transform=[]), f"model.{BARE}")
     assert read(tmp_path, LINEAR, target_modules=["q_proj"], layers_to_transform=[]).modules.keys() == {f"model.{BARE}"}
+
+
+@pytest.mark.parametrize("pattern", [None, "layers"])
+@pytest.mark.parametrize("layers", [1, [1, 23], [10, 2]])
+def test_a_layer_is_its_whole_number(tmp_path: Path, layers: Any, pattern: str | None) -> None:
+    fields = {"target_modules": ["q_proj"], "layers_to_transform": layers, "layers_pattern": pattern}
+    (tmp_path / "adapter_config.json").write_text(json.dumps(CONFIG | fields))
+    config, peft = AdapterConfig(tmp_path / "adapter_config.json"), LoraConfig(**fields)
+    names = [f"model.layers.{layer}.self_attn.q_proj" for layer in range(25)]
+    targeted = [name for name in names if config.is_targeted(name, is_linear=True)]
+    assert targeted == [name for name in names if check_target_module_exists(peft, name)]
+    assert len(targeted) == (1 if layers == 1 else 2)
 
 
 def test_no_targets_are_not_all_targets(tmp_path: Path) -> None:
