@@ -18,14 +18,14 @@ from loray.deployments.adapter_status import TierUse
 from loray.deployments.adapters import Adapter
 from loray.deployments.counting import counted
 from loray.deployments.errors import Overloaded
-from loray.deployments.request import AdapterRef
+from loray.deployments.request import MERGE_OF, AdapterRef
 
 T = TypeVar("T")
 
 NUM_FINDERS = 256  # downloads at once; most of the time few
 NUM_READERS = 64  # for folders on this node, whose files are read when they are new
 NUM_MERGES = 2  # at once, of different names; each is a process that reads all of its adapters
-NUM_REMOVERS = 8  # a removal waits for the download of the same adapter
+NUM_REMOVERS = 64  # a removal waits for the download of the same adapter, also by another process
 NUM_LOOKERS = 8  # for questions that are answered at once
 NUM_AT_A_PLACE = 8  # threads that one adapter may take: callers with tokens of their own, and all of a folder, ask each for themselves
 REST_S = 0.5  # between two looks at folders that are to be listed, so that the driver's own work goes on
@@ -203,7 +203,9 @@ class AdapterFinder:
     def _place(self, ref: AdapterRef) -> str:
         """One for all merges of the same adapters: their weights, their order and how often each is named make endlessly many."""
         parts = self._parts(ref)
-        return account_of_merge(self._store.place_key(part) for part in parts) if parts else self._store.place_key(ref)
+        if not parts:
+            return self._store.place_key(ref)
+        return MERGE_OF + account_of_merge(self._store.place_key(part) for part in parts)  # never that of a part, though it be the only one
 
     def _parts(self, ref: AdapterRef) -> list[AdapterRef]:
         """What it is merged of, each written as those write it who ask for it alone. Raises InvalidRequest."""

@@ -29,7 +29,7 @@ class Poll(msgspec.Struct, frozen=True, kw_only=True):
     number: int = 0  # of the newest set it has
     applied: int = 0  # number of the set it has acted on
     error: str = ""  # why it could not
-    question: int = 0  # the last it has answered
+    question: int = 0  # the last it was asked
 
 
 class News(msgspec.Struct, frozen=True, kw_only=True):
@@ -80,7 +80,7 @@ class AdapterRegistry:
         self._epoch = uuid.uuid4().hex
         self._set = AdapterSet()
         self._replicas: dict[str, _Replica] = {}
-        self._question = 0
+        self._question = time.time_ns() // 1_000_000  # beyond all of an earlier registry, whose answers may come late
         self._news = asyncio.Event()  # set and replaced when anything happens
 
     # For driver replicas: registry_follower.py.
@@ -153,10 +153,10 @@ class AdapterRegistry:
         if not any(self._answers(question)):  # all are slow, or dead, which is found out by then
             patience_s = self._patience.poll_s + self._patience.gone_s
             await self._until(lambda: not self._live() or any(self._answers(question)), patience_s)
-        told = {replica_id: replica.statuses for replica_id, replica in self._live().items() if replica.question}
-        if not told:  # which is not to know of no adapters
+        live = self._live()
+        if not any(replica.question for replica in live.values()):  # which is not to know of no adapters
             raise Unhealthy(NO_REPLICA)
-        return msgspec.msgpack.encode(told)
+        return msgspec.msgpack.encode({replica_id: replica.statuses for replica_id, replica in live.items()})
 
     def _answers(self, question: int) -> list[bool]:
         return [replica.question >= question for replica in self._live().values()]

@@ -51,13 +51,13 @@ class AdapterService:
         self._engine = engine
         self._folders = NeededFolders(store, lambda path: self._in_background(self._finder.free(path)))
         self._finder = AdapterFinder(store, max_waiting, self._folders.needed)
-        self._removals = AdapterRemovals(self._finder)
         self._report = AdapterReport(store, engine, self._finder, page_bytes)
         self._loads = asyncio.Semaphore(NUM_LOADS)
         self._num_searches = 0
         self._uses: OrderedDict[AdapterRef, AdapterUse] = OrderedDict()  # least recently used first
         self._unloading: list[AdapterUse] = []  # until their last request has ended
         self._wishes = AdapterWishes(self._key, store.place_key)
+        self._removals = AdapterRemovals(self._finder, store.place_key, self._wishes)
         self._replaced = ReplacedAdapters()
         self._started = time.time_ns() // 1_000_000  # as records are numbered
         self._preloaded: set[AdapterRef] = set()
@@ -67,8 +67,10 @@ class AdapterService:
     async def find(self, ref: AdapterRef) -> Adapter:
         """The adapter as it is to be served now. Raises a LorayError."""
         self._num_searches += 1
-        number = self._num_searches
+        number, known = self._num_searches, self._uses.get(self._key(ref))
         adapter = await self._finder.find(msgspec.structs.replace(self._key(ref), api_token=ref.api_token))
+        if known and self._uses.get(known.ref) is not known:  # unloaded meanwhile; known again as soon as a request begins with it
+            return adapter
         use = self._use(ref)
         if number < use.found:  # a later search was quicker, and knows better what is the newest
             return adapter
@@ -141,8 +143,8 @@ class AdapterService:
         use.is_loading, use.error = True, ""
         try:
             adapter = await self.find(ref)
-            async with self._loads:
-                with self._folders.needed(adapter):
+            with self._folders.needed(adapter):
+                async with self._loads:
                     if record is None or self._wishes.still_count(record):
                         is_pinned = record is not None and record.is_pinned
                         if is_pinned:
@@ -167,6 +169,7 @@ class AdapterService:
         """Do what admins want, as far as it is new; loads go on in the background."""
         wanted = {record.ref.adapter_id: record for record in msgspec.msgpack.decode(records, type=AdapterRecords).records}
         previous, self._wishes.records = self._wishes.records, wanted
+        self._removals.begin_change()
         for adapter_id, record in previous.items():
             if adapter_id not in wanted:
                 replaced = self._replaced.drop_all(adapter_id)
@@ -181,8 +184,8 @@ class AdapterService:
                     await self._act(record, known)
                 except Exception:  # one that can't be done keeps nobody from the others
                     logger.exception("adapter %s: what an admin wants of it can't be done; the next change tries again", adapter_id)
-                    self._wishes.records.pop(adapter_id)
-        await self._removals.wait_for_new()
+                    self._wishes.records.pop(adapter_id, None)
+        await self._removals.end_change()
 
     async def statuses(self) -> list[AdapterStatus]:
         """Also of what is being found, and of what is on disk alone, since an earlier process has used it: all can be unloaded."""
@@ -217,6 +220,7 @@ class AdapterService:
         self._in_background(self._load_and_log(record, is_renewed))
 
     async def _load_and_log(self, record: AdapterRecord, is_renewed: bool = False) -> None:
+        await self._removals.give_way(record.ref)
         is_loaded = await logged_load(self.load(record.ref, record, is_renewed), record.ref.adapter_id)
         self._forget_failed(record.ref)
         await self._unload_replaced(record.ref.adapter_id)
@@ -250,8 +254,10 @@ class AdapterService:
         uses = [self._uses.pop(key) for key in keys]
         if not any(use.adapter for use in uses) and not self._wishes.is_place_wanted(ref):
             if self._finder.is_searching(ref):
-                return self._in_background(self._unload_found(ref))
-            return self._remove_left(ref)
+                self._in_background(self._unload_found(ref))
+            else:
+                self._removals.start(ref)
+            return
         loop, wanted = asyncio.get_running_loop(), self._wishes.versions(self._uses)
         for use in uses:
             if use.adapter and use.version not in wanted:
@@ -259,7 +265,7 @@ class AdapterService:
                 freed = partial(loop.call_soon_threadsafe, self._freed, use)
                 await self._ask(partial(AdapterTiers.unload, version=use.adapter.version, on_freed=freed))
         if any(use.ref.merge for use in uses):
-            self._remove_left(ref)  # those that an earlier process has made, or of other versions of their parts
+            self._removals.start(ref)  # those that an earlier process has made, or of other versions of their parts
             if self._finder.is_searching(ref) and not is_again:
                 self._in_background(self._unload_found(ref))
 
@@ -280,20 +286,10 @@ class AdapterService:
 
     async def _remove(self, use: AdapterUse) -> None:
         try:
-            if await self._removals.remove(use.ref, use.path):
+            if await self._removals.start(use.ref, use.path):
                 logger.info("adapter %s is unloaded", use.ref.adapter_id)
         finally:
             self._unloading.remove(use)
-
-    def _remove_left(self, ref: AdapterRef) -> None:
-        """What is on disk alone. Where that fails, the next change tries again."""
-        record = self._wishes.records.get(ref.adapter_id)
-
-        def forget() -> None:
-            if self._wishes.records.get(ref.adapter_id) is record:
-                self._wishes.records.pop(ref.adapter_id, None)
-
-        self._removals.start(ref, on_failure=forget)
 
     def _unpin(self, refs: list[AdapterRef]) -> None:
         keys = [self._key(ref) for ref in refs]

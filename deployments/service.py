@@ -262,13 +262,17 @@ class Service:
         began = time.monotonic()
         if began < self._looks_again:
             return
+        is_costly = False
         try:
             statuses = await asyncio.wait_for(self.adapter_statuses(), ANSWER_S)
+            is_costly = len(statuses) > VERY_MANY
+            self.metrics.observe_adapters(statuses)
+        except TimeoutError:
+            is_costly = True
         except Exception:
-            return
-        self.metrics.observe_adapters(statuses)
+            pass
         now = time.monotonic()
-        self._looks_again = now + REST_SHARE * (now - began) if len(statuses) > VERY_MANY else 0.0
+        self._looks_again = now + REST_SHARE * (now - began) if is_costly else 0.0
 
     def info(self) -> dict[str, Any]:
         return {

@@ -8,7 +8,8 @@ from collections.abc import Mapping
 from typing import Any
 
 from fsspec.config import conf  # type: ignore[import-untyped]
-from huggingface_hub import constants
+
+HUB = "https://huggingface.co"
 
 # By scheme: what fsspec calls it too, and the settings that say where, each as an option of the storage's library and in its environment.
 STORAGES: dict[str, tuple[tuple[str, ...], tuple[tuple[str, tuple[str, ...]], ...]]] = {
@@ -29,11 +30,12 @@ PLACES_IN_A_CONNECTION_STRING = ("accountname", "blobendpoint", "endpointsuffix"
 def source_origins(storage_options: Mapping[str, Mapping[str, Any]]) -> dict[str, str]:
     """By source, those alone that are not what everybody takes for it."""
     hub = os.environ.get("HF_ENDPOINT", "").rstrip("/")
-    origins = {"hub": "" if hub == constants._HF_DEFAULT_ENDPOINT else hub}
+    origins = {"hub": "" if hub == HUB else hub}
     for scheme, (protocols, settings) in STORAGES.items():
         options: dict[str, Any] = {}
         for told in (*(conf.get(protocol, {}) for protocol in protocols), storage_options.get(scheme, {})):
-            options |= {**told.get("client_kwargs", {}), **told}
+            options |= told
+        options = {**(options.get("client_kwargs") or {}), **options}
         origins[scheme] = " ".join(filter(None, (_setting(options, *setting) for setting in settings)))
     return {source: origin for source, origin in origins.items() if origin}
 

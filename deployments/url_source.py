@@ -68,11 +68,9 @@ class UrlSource:
             if info and isinstance(info.get("size"), int):
                 infos[name] = info
         digests = {name: digest for name, info in infos.items() if (digest := told_digest(place.source, info))}
-        sizes, changed = (
-            {name: info["size"] for name, info in infos.items()},
-            tuple(info.get("Last-Modified", "") for info in infos.values()),
-        )
-        return Offer(sizes, stamp=_stamp(infos), digests=digests, changed=changed)
+        sizes, stamp = {name: info["size"] for name, info in infos.items()}, _stamp(infos)
+        changed = () if stamp else tuple(info.get("Last-Modified", "") for info in infos.values())
+        return Offer(sizes, stamp=stamp, digests=digests, changed=changed)
 
     def fetch(self, place: Place, offer: Offer, names: Iterable[str], token: str, folder: Path) -> None:
         for name in names:

@@ -416,6 +416,25 @@ def test_a_merge_on_disk_waits_for_none_that_is_made_and_merges_of_some_hold_up_
     asyncio.run(run())
 
 
+def test_merges_of_one_adapter_alone_do_not_hold_up_its_search(world: World) -> None:
+    door = threading.Event()
+
+    async def run() -> None:
+        merge = asyncio.create_task(world.finder.find(merge_ref("merge", world.ref.adapter_id, weights=(1.0,))))
+        while not world.finder._merging:
+            await asyncio.sleep(0.01)
+        waiting = asyncio.create_task(world.finder.find(merge_ref("merge", world.ref.adapter_id, weights=(2.0,))))
+        await asyncio.sleep(0.05)
+        world.save(seed=1)
+        await world.finder.forget(world.ref)
+        assert await world.finder.find(world.ref) and not merge.done()
+        door.set()
+        await asyncio.wait([merge, waiting])
+
+    world.store.merge = lambda *args: (door.wait(HELD_S), merge_here(*args))[1]
+    asyncio.run(run())
+
+
 def test_merges_of_the_same_adapters_wait_as_those_of_one_however_they_are_written(world: World) -> None:
     door = threading.Event()
 

@@ -10,8 +10,7 @@ from typing import Any
 import msgspec
 import pytest
 
-from loray.deployments import adapter_removals, adapter_service
-from loray.deployments.adapter_finder import NUM_REMOVERS
+from loray.deployments import adapter_finder, adapter_removals, adapter_service
 from loray.deployments.adapter_records import AdapterChange, AdapterSet
 from loray.deployments.adapter_registry import merge_replicas
 from loray.deployments.adapter_service import AdapterService
@@ -233,7 +232,7 @@ def test_files_that_take_long_to_delete_keep_an_admin_waiting_for_nothing_else(w
     monkeypatch.setattr(adapter_removals, "PATIENCE_S", 0.1)
 
     async def work() -> None:
-        others = [world.save(f"other{number}", seed=number) for number in range(NUM_REMOVERS + 1)]
+        others = [world.save(f"other{number}", seed=number) for number in range(3)]
         for ref in (world.ref, *others):
             await world.replica()[0].find(ref)
         service, store = world.replica(num_adapters=20)
@@ -253,9 +252,83 @@ def test_files_that_take_long_to_delete_keep_an_admin_waiting_for_nothing_else(w
     run(work())
 
 
+def test_what_is_loaded_again_while_its_files_are_deleted_is_fetched_anew(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Else it would be served from memory alone, until its source is asked for what was deleted."""
+    monkeypatch.setattr(adapter_removals, "PATIENCE_S", 0.1)
+
+    async def work() -> None:
+        await world.replica()[0].find(world.ref)
+        service, store = world.replica()
+        admin = ReplicaAdmin(service)
+        store.door.clear()
+        await admin.change("unload", world.ref)
+        await admin.change("load", world.ref)
+        await asyncio.sleep(0.1)
+        assert (await by_name(service))[world.ref.adapter_id].state == "loading"
+        store.door.set()
+        await settled(service)
+        status = (await by_name(service))[world.ref.adapter_id]
+        assert (status.state, status.disk_bytes) == ("host", world.num_bytes) and len(world.files()) == 1
+
+    run(work())
+
+
+@pytest.mark.parametrize("is_pinned", [False, True])
+def test_what_is_loaded_again_before_its_files_are_deleted_stays(world: World, is_pinned: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, value in (("PATIENCE_S", 0.1), ("NUM_REMOVERS", 1)):
+        monkeypatch.setattr(adapter_removals, name, value)
+
+    async def work() -> None:
+        other = world.save("other", seed=1)
+        for ref in (other, world.ref):
+            await world.replica()[0].find(ref)
+        service, store = world.replica()
+        admin, num_gets = ReplicaAdmin(service), world.web.num_gets("safetensors")
+        store.door.clear()
+        for ref in (other, world.ref):
+            await admin.change("unload", ref)
+        await admin.change("load", world.ref, is_pinned=is_pinned)
+        while (await by_name(service))[world.ref.adapter_id].state != "host":
+            await asyncio.sleep(0.01)
+        store.door.set()
+        await settled(service)
+        status = (await by_name(service))[world.ref.adapter_id]
+        assert (status.disk_bytes, status.is_pinned) == (world.num_bytes, is_pinned)
+        assert world.web.num_gets("safetensors") == num_gets, "it was never away"
+
+    run(work())
+
+
+def test_files_that_could_not_be_deleted_are_tried_with_the_next_change_unless_they_are_wanted_by_then(
+    world: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(ref: AdapterRef, path: str = "") -> None:
+        raise OSError("no space left")
+
+    async def work() -> None:
+        other = world.save("other", seed=1)
+        for ref in (other, world.ref):
+            await world.replica()[0].find(ref)
+        service, store = world.replica()
+        admin = ReplicaAdmin(service)
+        with monkeypatch.context() as patch:
+            patch.setattr(store, "remove", full)
+            for ref in (other, world.ref):
+                await admin.change("unload", ref)
+            assert len(world.files()) == 2
+            await admin.change("load", world.ref)
+            await settled(service)
+        await admin.change("load", "nobody")
+        await settled(service)
+        assert other.adapter_id not in await by_name(service) and len(world.files()) == 1
+        assert (await by_name(service))[world.ref.adapter_id].state == "host"
+
+    run(work())
+
+
 def test_many_unloads_at_once_take_hardly_longer_than_one(world: World) -> None:
     async def work() -> None:
-        refs = [world.save(f"other{number}", seed=number) for number in range(NUM_REMOVERS)]
+        refs = [world.save(f"other{number}", seed=number) for number in range(8)]
         for ref in refs:
             await world.replica(num_adapters=20)[0].find(ref)
         service, _ = world.replica(num_adapters=20)
@@ -264,14 +337,17 @@ def test_many_unloads_at_once_take_hardly_longer_than_one(world: World) -> None:
             wishes.change(AdapterChange(action="unload", ref=ref))
         began = asyncio.get_running_loop().time()
         await service.apply(msgspec.msgpack.encode(wishes.snapshot()))
-        assert asyncio.get_running_loop().time() - began < NUM_REMOVERS * FOUND_S and not world.files()
+        assert asyncio.get_running_loop().time() - began < len(refs) * FOUND_S and not world.files()
 
     run(work())
 
 
-def test_a_source_that_stalls_keeps_nobody_from_unloading_others(world: World) -> None:
+def test_a_source_that_stalls_keeps_nobody_from_unloading_others(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
+    for module in (adapter_finder, adapter_removals):
+        monkeypatch.setattr(module, "NUM_REMOVERS", 2)
+
     async def work() -> None:
-        stalling = [world.save(f"other{number}", seed=number) for number in range(NUM_REMOVERS)]
+        stalling = [world.save(f"other{number}", seed=number) for number in range(2)]
         await world.replica()[0].find(world.ref)
         service, store = world.replica(num_adapters=20)
         admin = ReplicaAdmin(service)
@@ -292,7 +368,7 @@ def test_a_source_that_stalls_keeps_nobody_from_unloading_others(world: World) -
         assert world.ref.adapter_id not in await by_name(service)
         hold.released.set()
         await settled(service)
-        assert not world.files()
+        assert not world.files() and not await service.statuses()
 
     run(work())
 

@@ -71,6 +71,53 @@ def test_a_replica_whose_adapters_take_long_to_look_at_is_waited_for_and_not_tak
     run(scenario())
 
 
+def test_a_replica_that_has_told_nothing_yet_counts_as_one_that_has_loaded_nothing() -> None:
+    """Who waits for a load must not take the others' word for it."""
+
+    async def scenario() -> None:
+        handle = Handle(SHORT)
+        async with replicas(handle, "quick", "slow") as (quick, slow):
+            door = asyncio.Event()
+
+            async def slow_statuses() -> list[AdapterStatus]:
+                await door.wait()
+                return []
+
+            quick.statuses, slow.follower._statuses = [status_of("pirate")], slow_statuses
+            assert await ask(handle) == {"quick": quick.statuses, "slow": []}
+            door.set()
+
+    run(scenario())
+
+
+def test_what_was_told_to_a_registry_that_is_lost_answers_no_question_of_the_next() -> None:
+    async def scenario() -> None:
+        handle = Handle(SHORT)
+        async with replicas(handle, "slow") as (slow,):
+            door, told = asyncio.Event(), [status_of("old")]
+
+            async def slow_statuses() -> list[AdapterStatus]:
+                statuses = list(told)
+                await door.wait()
+                return statuses
+
+            slow.follower._statuses = slow_statuses
+            lost = [asyncio.create_task(ask(handle)) for _ in range(5)]
+            await until(lambda: slow.follower._answering is not None)
+            await asyncio.sleep(0.05)
+            handle.rebuild()
+            await until(lambda: handle.registry._live().keys() == {"slow"})
+            look = asyncio.create_task(ask(handle))
+            await asyncio.sleep(0.05)
+            told[:] = [status_of("new")]
+            door.set()
+            assert await look == {"slow": told}
+            for task in lost:
+                task.cancel()
+
+    run(scenario())
+
+
 def test_undoing_a_change_that_changed_nothing_does_nothing() -> None:
     records = AdapterSet()
     loaded = records.change(change("load"))

@@ -351,3 +351,19 @@ def test_an_embeddings_tokens_count_for_its_adapter() -> None:
     send(service, "POST", "/embed", json={"inputs": "hello", "parameters": {"adapter_id": "pirate"}})
     text = send(service, "GET", "/metrics").text
     assert value(text, 'loray_adapter_tokens_total{adapter="pirate",kind="prompt"}') > 0
+
+
+def test_a_list_of_adapters_that_takes_too_long_is_not_asked_for_at_every_reading(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(service_module, "ANSWER_S", 0.01)
+    monkeypatch.setattr(service_module, "REST_SHARE", 1e9)
+    looks = []
+
+    class Slow(ScriptedBackend):
+        async def adapter_statuses(self) -> dict[str, list[AdapterStatus]]:
+            looks.append(1)
+            await asyncio.sleep(10)
+            return {}
+
+    service = service_of(Slow([]))
+    assert [send(service, "GET", "/metrics").status_code for _ in range(3)] == [200] * 3
+    assert len(looks) == 1

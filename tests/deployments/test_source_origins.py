@@ -105,6 +105,12 @@ def test_endpoints_and_accounts_tell_storages_apart_and_keys_do_not(
         assert source_origins({source: option}) == other
 
 
+def test_an_option_counts_before_the_clients_as_the_library_has_it() -> None:
+    both = {"endpoint_url": "http://minio:9000", "client_kwargs": {"endpoint_url": "http://other:9000"}}
+    assert source_origins({"s3": both}) == {"s3": "http://minio:9000"}
+    assert source_origins({"s3": {"client_kwargs": None}}) == {}
+
+
 def test_the_hubs_own_address_is_no_other_hub(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("HF_ENDPOINT", "https://huggingface.co/")
     assert source_origins({}) == {}

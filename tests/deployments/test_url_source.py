@@ -264,6 +264,22 @@ def test_a_server_without_etags_is_asked_when_its_files_were_changed(tmp_path: P
             fetched(source, at(f"{server.url}/small"), tmp_path / "out")
 
 
+def test_where_a_server_tells_etags_it_may_say_what_it_likes_of_when_a_file_was_changed(tmp_path: Path) -> None:
+    """Several behind one address seldom agree."""
+
+    class Balanced(FileServer):
+        def answer(self, handler: Handler) -> None:
+            file = self.root / handler.path.lstrip("/")
+            if not file.is_file():
+                return handler.reply(404)
+            body = file.read_bytes()
+            handler.reply(200, body, ETag=f'"{hashlib.md5(body).hexdigest()}"', Last_Modified=formatdate(len(self.requests), usegmt=True))
+
+    save_folder(tmp_path / "served" / "small", rank=4)
+    with closing(Balanced(tmp_path / "served")) as server:
+        assert fetched(UrlSource([server.url], {}), at(f"{server.url}/small"), tmp_path / "whole")
+
+
 @pytest.mark.parametrize("status", [401, 403, 500])
 def test_a_server_that_refuses_is_quoted_with_its_status(server: FileServer, status: int) -> None:
     def refuse(handler: Handler) -> bool:
