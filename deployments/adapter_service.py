@@ -19,7 +19,6 @@ import msgspec
 from loray.deployments.adapter_arrival import arrival, logged_load
 from loray.deployments.adapter_finder import AdapterFinder, Store
 from loray.deployments.adapter_records import AdapterRecord, AdapterRecords
-from loray.deployments.adapter_removals import AdapterRemovals
 from loray.deployments.adapter_report import AdapterReport
 from loray.deployments.adapter_status import AdapterStatus, TierUse
 from loray.deployments.adapter_template import adapter_template
@@ -57,7 +56,6 @@ class AdapterService:
         self._uses: OrderedDict[AdapterRef, AdapterUse] = OrderedDict()  # least recently used first
         self._unloading: list[AdapterUse] = []  # until their last request has ended
         self._wishes = AdapterWishes(self._key, store.place_key)
-        self._removals = AdapterRemovals(self._finder, store.place_key, self._wishes)
         self._replaced = ReplacedAdapters()
         self._started = time.time_ns() // 1_000_000  # as records are numbered
         self._preloaded: set[AdapterRef] = set()
@@ -145,7 +143,7 @@ class AdapterService:
             adapter = await self.find(ref)
             with self._folders.needed(adapter):
                 async with self._loads:
-                    if record is None or self._wishes.still_count(record):
+                    if record is None or (self._wishes.still_count(record) and self._uses.get(use.ref) is use):
                         is_pinned = record is not None and record.is_pinned
                         if is_pinned:
                             self._unpin(self._replaced.of(ref.adapter_id))  # there may be room for one of them
@@ -169,23 +167,25 @@ class AdapterService:
         """Do what admins want, as far as it is new; loads go on in the background."""
         wanted = {record.ref.adapter_id: record for record in msgspec.msgpack.decode(records, type=AdapterRecords).records}
         previous, self._wishes.records = self._wishes.records, wanted
-        self._removals.begin_change()
         for adapter_id, record in previous.items():
             if adapter_id not in wanted:
                 replaced = self._replaced.drop_all(adapter_id)
                 if record.is_pinned:
                     self._unpin([*replaced, record.ref])
                 self._forget_failed(record.ref)
+        left: list[tuple[str, AdapterRef]] = []
         for adapter_id, record in list(wanted.items()):
             known = previous.get(adapter_id)
             is_old_unload = known is None and not record.is_loaded and record.number < self._started  # done by those who were there
             if (known is None or known.number != record.number) and (not is_old_unload or self._key(record.ref) in self._preloaded):
                 try:
-                    await self._act(record, known)
-                except Exception:  # one that can't be done keeps nobody from the others
-                    logger.exception("adapter %s: what an admin wants of it can't be done; the next change tries again", adapter_id)
-                    self._wishes.records.pop(adapter_id, None)
-        await self._removals.end_change()
+                    left += [(adapter_id, ref) for ref in await self._act(record, known)]
+                except Exception as error:  # one that can't be done keeps nobody from the others
+                    self._try_again(adapter_id, error)
+        removals = (self._finder.remove(ref) for _, ref in left)  # all at once: each takes a moment
+        for (adapter_id, _), failure in zip(left, await asyncio.gather(*removals, return_exceptions=True), strict=True):
+            if failure:
+                self._try_again(adapter_id, failure)
 
     async def statuses(self) -> list[AdapterStatus]:
         """Also of what is being found, and of what is on disk alone, since an earlier process has used it: all can be unloaded."""
@@ -198,7 +198,12 @@ class AdapterService:
     async def names(self) -> list[str]:
         return await self._finder.names()
 
-    async def _act(self, record: AdapterRecord, known: AdapterRecord | None) -> None:
+    def _try_again(self, adapter_id: str, error: BaseException) -> None:
+        logger.error("adapter %s: what an admin wants of it can't be done; the next change tries again", adapter_id, exc_info=error)
+        self._wishes.records.pop(adapter_id, None)
+
+    async def _act(self, record: AdapterRecord, known: AdapterRecord | None) -> list[AdapterRef]:
+        """What is then left of it on disk alone, to be removed."""
         adapter_id = record.ref.adapter_id
         is_renewed = record.generation > (known.generation if known else 0)  # an undo brings back an older one
         if known and known.is_loaded and self._key(known.ref) != self._key(record.ref):
@@ -209,18 +214,16 @@ class AdapterService:
             self._forget_failed(known.ref)
         self._replaced.drop(adapter_id, self._key(record.ref))
         if not record.is_loaded:
-            for ref in (*self._replaced.drop_all(adapter_id), record.ref):
-                await self._unload(ref)
-            return
+            return [ref for ref in (*self._replaced.drop_all(adapter_id), record.ref) if await self._unload(ref)]
         if is_renewed:
             await self._finder.forget(record.ref)
         if known and known.is_pinned and not record.is_pinned:
             self._unpin([*self._replaced.of(adapter_id), record.ref])
         self._use(record.ref).is_loading = True
         self._in_background(self._load_and_log(record, is_renewed))
+        return []
 
     async def _load_and_log(self, record: AdapterRecord, is_renewed: bool = False) -> None:
-        await self._removals.give_way(record.ref)
         is_loaded = await logged_load(self.load(record.ref, record, is_renewed), record.ref.adapter_id)
         self._forget_failed(record.ref)
         await self._unload_replaced(record.ref.adapter_id)
@@ -245,37 +248,39 @@ class AdapterService:
             for ref in self._replaced.of(adapter_id):
                 if ref not in self._uses or not self._uses[ref].is_loading:
                     self._replaced.drop(adapter_id, ref)
-                    await self._unload(ref)
+                    if await self._unload(ref):
+                        await self._finder.remove(ref)
 
-    async def _unload(self, ref: AdapterRef, is_again: bool = False) -> None:
-        """Of a merge: all that go by this name. is_again: those that are being found now came after the admin's wish."""
+    async def _unload(self, ref: AdapterRef, is_again: bool = False) -> bool:
+        """Whether what is on disk alone is still to be removed. Of a merge: all that go by this name.
+
+        is_again: those that are being found now came after the admin's wish."""
         keys = [key for key in self._uses if key == self._key(ref) or (key.merge and key.adapter_id == ref.adapter_id)]
         self._unpin(keys)
         uses = [self._uses.pop(key) for key in keys]
         if not any(use.adapter for use in uses) and not self._wishes.is_place_wanted(ref):
-            if self._finder.is_searching(ref):
-                self._in_background(self._unload_found(ref))
-            else:
-                self._removals.start(ref)
-            return
+            if not self._finder.is_searching(ref):
+                return True
+            self._in_background(self._unload_found(ref))
+            return False
         loop, wanted = asyncio.get_running_loop(), self._wishes.versions(self._uses)
         for use in uses:
             if use.adapter and use.version not in wanted:
                 self._unloading.append(use)
                 freed = partial(loop.call_soon_threadsafe, self._freed, use)
                 await self._ask(partial(AdapterTiers.unload, version=use.adapter.version, on_freed=freed))
-        if any(use.ref.merge for use in uses):
-            self._removals.start(ref)  # those that an earlier process has made, or of other versions of their parts
-            if self._finder.is_searching(ref) and not is_again:
-                self._in_background(self._unload_found(ref))
+        is_merge = any(use.ref.merge for use in uses)
+        if is_merge and self._finder.is_searching(ref) and not is_again:
+            self._in_background(self._unload_found(ref))
+        return is_merge  # those that an earlier process has made, or of other versions of their parts
 
     async def _unload_found(self, ref: AdapterRef) -> None:
         """One that is being found, once it is. Those who wait for it have begun by then, and are served."""
         await self._finder.ended(ref)
         await asyncio.sleep(BEGUN_S)
         record = self._wishes.records.get(ref.adapter_id)
-        if not (record and record.is_loaded):
-            await self._unload(ref, is_again=True)
+        if not (record and record.is_loaded) and await self._unload(ref, is_again=True):
+            await self._finder.remove(ref)
 
     def _freed(self, use: AdapterUse) -> None:
         """Or wanted again before its last request had ended; then its files stay."""
@@ -286,7 +291,12 @@ class AdapterService:
 
     async def _remove(self, use: AdapterUse) -> None:
         try:
-            if await self._removals.start(use.ref, use.path):
+            is_wanted = False
+            if self._finder.is_searching(use.ref):  # what it finds goes too, unless an admin wants it by then
+                await self._finder.ended(use.ref)
+                is_wanted = (record := self._wishes.of(use)) is not None and record.is_loaded
+            if not is_wanted and not self._wishes.is_place_wanted(use.ref):
+                await self._finder.remove(use.ref, use.path)
                 logger.info("adapter %s is unloaded", use.ref.adapter_id)
         finally:
             self._unloading.remove(use)

@@ -38,15 +38,6 @@ class AdapterWishes:
                 versions[version] = versions.get(version, False) or record.is_pinned
         return versions
 
-    @property
-    def newest(self) -> int:
-        return max((record.number for record in self.records.values()), default=0)
-
-    def is_place_wanted_since(self, ref: AdapterRef, number: int) -> bool:
-        """Whether a record newer than this number says that the same download is to be loaded."""
-        place, newer = self._place(ref), (record for record in self.records.values() if record.number > number)
-        return any(record.is_loaded and self._place(record.ref) == place for record in newer)
-
     def is_place_wanted(self, leaving: AdapterRef) -> bool:
         """Whether another id than this one, of the same download, is to be loaded."""
         leaving, place = self._written(leaving), self._place(leaving)

@@ -183,8 +183,10 @@ class DiskCache:
         """Versions that somebody holds stay until they are let go. Takes a moment, in which those who have found one may hold it."""
         there = [key for key in keys if (self._folder / key).is_dir()]
         for key in there:
-            with self.only_one(key), self.only_one(ROOM):
-                (self._folder / key / ENTRY_FILE).unlink(missing_ok=True)
+            with self._locks.if_free(key) as is_free:  # else another process fetches it, or removes it
+                if is_free:
+                    with self.only_one(ROOM):
+                        (self._folder / key / ENTRY_FILE).unlink(missing_ok=True)
         time.sleep(FOUND_S if there else 0.0)
         for key in there:
             with self.only_one(ROOM):

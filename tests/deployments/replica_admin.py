@@ -34,5 +34,5 @@ class ReplicaAdmin:
 
 async def settled(service: AdapterService) -> None:
     """Nothing that an admin asked for is still being done."""
-    while service._tasks or service._unloading or service._removals._running:
+    while service._tasks or service._unloading:
         await asyncio.sleep(0.01)

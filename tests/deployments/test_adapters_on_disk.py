@@ -10,7 +10,7 @@ from typing import Any
 import msgspec
 import pytest
 
-from loray.deployments import adapter_finder, adapter_removals, adapter_service
+from loray.deployments import adapter_finder, adapter_service
 from loray.deployments.adapter_records import AdapterChange, AdapterSet
 from loray.deployments.adapter_registry import merge_replicas
 from loray.deployments.adapter_service import AdapterService
@@ -228,77 +228,6 @@ def test_a_download_that_leaves_stays_when_it_is_loaded_by_its_other_spelling(wo
     run(work())
 
 
-def test_files_that_take_long_to_delete_keep_an_admin_waiting_for_nothing_else(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(adapter_removals, "PATIENCE_S", 0.1)
-
-    async def work() -> None:
-        others = [world.save(f"other{number}", seed=number) for number in range(3)]
-        for ref in (world.ref, *others):
-            await world.replica()[0].find(ref)
-        service, store = world.replica(num_adapters=20)
-        admin, clock = ReplicaAdmin(service), asyncio.get_running_loop().time
-        store.door.clear()
-        began = clock()
-        for ref in others:
-            await admin.change("unload", ref)
-        await admin.change("load", world.ref)
-        assert clock() - began < HELD_S
-        while (await by_name(service))[world.ref.adapter_id].state != "host":
-            await asyncio.sleep(0.01)
-        store.door.set()
-        await settled(service)
-        assert set(await by_name(service)) == {world.ref.adapter_id} and len(world.files()) == 1
-
-    run(work())
-
-
-def test_what_is_loaded_again_while_its_files_are_deleted_is_fetched_anew(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Else it would be served from memory alone, until its source is asked for what was deleted."""
-    monkeypatch.setattr(adapter_removals, "PATIENCE_S", 0.1)
-
-    async def work() -> None:
-        await world.replica()[0].find(world.ref)
-        service, store = world.replica()
-        admin = ReplicaAdmin(service)
-        store.door.clear()
-        await admin.change("unload", world.ref)
-        await admin.change("load", world.ref)
-        await asyncio.sleep(0.1)
-        assert (await by_name(service))[world.ref.adapter_id].state == "loading"
-        store.door.set()
-        await settled(service)
-        status = (await by_name(service))[world.ref.adapter_id]
-        assert (status.state, status.disk_bytes) == ("host", world.num_bytes) and len(world.files()) == 1
-
-    run(work())
-
-
-@pytest.mark.parametrize("is_pinned", [False, True])
-def test_what_is_loaded_again_before_its_files_are_deleted_stays(world: World, is_pinned: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    for name, value in (("PATIENCE_S", 0.1), ("NUM_REMOVERS", 1)):
-        monkeypatch.setattr(adapter_removals, name, value)
-
-    async def work() -> None:
-        other = world.save("other", seed=1)
-        for ref in (other, world.ref):
-            await world.replica()[0].find(ref)
-        service, store = world.replica()
-        admin, num_gets = ReplicaAdmin(service), world.web.num_gets("safetensors")
-        store.door.clear()
-        for ref in (other, world.ref):
-            await admin.change("unload", ref)
-        await admin.change("load", world.ref, is_pinned=is_pinned)
-        while (await by_name(service))[world.ref.adapter_id].state != "host":
-            await asyncio.sleep(0.01)
-        store.door.set()
-        await settled(service)
-        status = (await by_name(service))[world.ref.adapter_id]
-        assert (status.disk_bytes, status.is_pinned) == (world.num_bytes, is_pinned)
-        assert world.web.num_gets("safetensors") == num_gets, "it was never away"
-
-    run(work())
-
-
 def test_files_that_could_not_be_deleted_are_tried_with_the_next_change_unless_they_are_wanted_by_then(
     world: World, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -326,6 +255,51 @@ def test_files_that_could_not_be_deleted_are_tried_with_the_next_change_unless_t
     run(work())
 
 
+@pytest.mark.parametrize("is_pinned", [False, True])
+def test_a_download_stays_when_it_is_being_found_by_another_id_as_its_last_request_ends(
+    world: World, is_pinned: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    other, place_key = world.save("other", seed=0), Store.place_key
+
+    def same_place(store: Store, ref: AdapterRef, path: str = "") -> str:
+        """For two ids, as a revision within an id and beside it have."""
+        return place_key(store, world.ref if ref.adapter_id == other.adapter_id else ref, path)
+
+    monkeypatch.setattr(Store, "place_key", same_place)
+
+    async def work() -> None:
+        service, store = world.replica()
+        admin = ReplicaAdmin(service)
+        adapter = await service.find(world.ref)
+        await service._ask(lambda tiers: tiers.table.acquire(adapter))  # a request
+        await admin.change("unload", world.ref)
+        store.source.clear()
+        await admin.change("load", other, is_pinned=is_pinned)
+        while not service._finder.is_searching(other):
+            await asyncio.sleep(0.01)
+        await service._ask(lambda tiers: (tiers.table.release(adapter), tiers.free_unused(adapter)))
+        await asyncio.sleep(0.1)
+        store.source.set()
+        await settled(service)
+        assert Path(adapter.path).is_dir() and not (Path(adapter.path) / "removed").exists()
+
+    run(work())
+
+
+def test_what_another_process_is_fetching_keeps_no_removal_waiting(world: World) -> None:
+    """It hears of the unload too, and removes what it has fetched."""
+
+    async def work() -> None:
+        await world.replica()[0].find(world.ref)
+        service, _ = world.replica()
+        _, elsewhere = world.replica()
+        with elsewhere._cache.only_one(elsewhere.place_key(world.ref)):
+            async with asyncio.timeout(HELD_S):
+                await ReplicaAdmin(service).change("unload", world.ref)
+
+    run(work())
+
+
 def test_many_unloads_at_once_take_hardly_longer_than_one(world: World) -> None:
     async def work() -> None:
         refs = [world.save(f"other{number}", seed=number) for number in range(8)]
@@ -343,8 +317,7 @@ def test_many_unloads_at_once_take_hardly_longer_than_one(world: World) -> None:
 
 
 def test_a_source_that_stalls_keeps_nobody_from_unloading_others(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
-    for module in (adapter_finder, adapter_removals):
-        monkeypatch.setattr(module, "NUM_REMOVERS", 2)
+    monkeypatch.setattr(adapter_finder, "NUM_REMOVERS", 2)
 
     async def work() -> None:
         stalling = [world.save(f"other{number}", seed=number) for number in range(2)]
