@@ -783,7 +783,7 @@ def test_a_new_replica_unloads_what_it_has_preloaded_and_others_have_unloaded(st
         service = AdapterService(store, engine, max_waiting=2, page_bytes=PAGE_BYTES)
         await service.preload([name, "large"])
         await service.apply(msgspec.msgpack.encode(records.snapshot()))
-        await gone(service, name)
+        await gone(service, "small")  # as it is written there
         return await statuses(service)
 
     assert run(work()).keys() == {"large"}
