@@ -24,7 +24,7 @@ from tests.deployments.peft_folder import SHAPES, save_folder
 
 pytestmark = pytest.mark.slow  # downloads
 
-HELD_S = 5  # at most, so that a failing test ends
+HELD_S = 20  # at most, so that a failing test ends
 
 
 class Store(AdapterStore):

@@ -30,7 +30,7 @@ from tests.deployments.replica_admin import ReplicaAdmin, settled
 
 pytestmark = pytest.mark.slow  # downloads
 
-HELD_S = 5  # at most, so that a failing test ends
+HELD_S = 20  # at most, so that a failing test ends
 
 
 class Store(AdapterStore):

@@ -14,7 +14,7 @@ from loray.deployments.request import AdapterRef
 from tests.deployments.file_server import Handler, HubServer
 from tests.deployments.peft_folder import SHAPES, save_folder
 
-HELD_S = 5.0  # at most, so that a failing test ends
+HELD_S = 20.0  # at most, so that a failing test ends
 
 
 class Hub(HubServer):
