@@ -277,6 +277,7 @@ class AdapterStore:
     def _still_held(self, wish: _Wish, error: AdapterFailed) -> Adapter | None:
         """What is on disk, when its source could not be asked anew: it was good until now. Not if the source has it no more."""
         if isinstance(error, AdapterNotFound):
+            self._withdraw(wish.place.key)
             return None
         with contextlib.suppress(LorayError):
             if adapter := self._on_disk(wish):
@@ -284,6 +285,12 @@ class AdapterStore:
                 logger.warning("%s; what is on disk is served on", error.message)
                 return adapter
         return None
+
+    def _withdraw(self, key: str) -> None:
+        """What everybody could have is not for this asker any more: no other process is to serve or list it either."""
+        with self._fetching.only_one(key):
+            if (entry := self._cache.entry(key)) and not entry.is_private:
+                self._cache.remove(key)
 
     def _unchanged(self, wish: _Wish, offer: Offer) -> Adapter | None:
         """What is on disk, if it is what the source has: another process may have fetched it meanwhile."""

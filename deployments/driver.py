@@ -134,15 +134,15 @@ class Driver:
             self._engine.abort(generation.request_id)
             raise
 
-    async def chat_template(self, adapter: bytes) -> AdapterTemplate:
-        """Raises a LorayError."""
+    async def chat_template(self, adapter: bytes) -> AdapterTemplate | LorayError:
+        """An error is returned: one that is raised Serve would log as a failure of its own, with its traceback."""
         ref = msgspec.msgpack.decode(adapter, type=AdapterRef)
         try:
             return await self._adapters.chat_template(ref)
         except LorayError as error:
             fields = {"adapter": ref.adapter_id, "outcome": type(error).__name__, "reason": error.message}
             logger.info("%s", log_line("chat_template", fields))
-            raise
+            return error
 
     async def stats(self) -> dict[str, float]:
         disk = self._adapters.disk_use()

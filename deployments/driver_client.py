@@ -102,7 +102,7 @@ class DriverClient:
         """May take as long as a download."""
         try:
             async with asyncio.timeout(TEMPLATE_S):
-                return await self._driver.chat_template.remote(msgspec.msgpack.encode(adapter))
+                answer: AdapterTemplate | LorayError = await self._driver.chat_template.remote(msgspec.msgpack.encode(adapter))
         except RayTaskError as error:
             raise _told(error, "the driver") from error
         except TimeoutError as error:
@@ -110,6 +110,9 @@ class DriverClient:
         except RayError as error:
             logger.warning("no driver replica answers chat_template: %r", error)
             raise Incomplete(f"adapter {adapter.adapter_id!r}: no replica has found it") from error
+        if isinstance(answer, LorayError):
+            raise answer
+        return answer
 
     async def adapter_statuses(self) -> dict[str, list[AdapterStatus]]:
         return msgspec.msgpack.decode(await self._ask_registry("statuses"), type=dict[str, list[AdapterStatus]])

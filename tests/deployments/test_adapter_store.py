@@ -172,8 +172,32 @@ def test_after_forget_what_its_source_has_no_more_is_not_served(world: World, mo
     for _ in range(2):
         with pytest.raises(AdapterNotFound):
             store.find(ref)
+    assert not store.names() and not world.store().names()
+    with pytest.raises(AdapterNotFound):
+        world.store().find(ref)
     (world.folder / "web" / "gone").rename(world.folder / "web" / "small")
     assert store.find(ref).num_pages == 1
+
+
+def test_what_has_become_private_is_after_a_reload_for_its_readers_alone_in_later_processes_too(world: World) -> None:
+    store = world.store(default_source="hub")
+    assert not store.find(HUB).is_private and store.names() == ["org/small"]
+    world.hub.readers["org/small"] = {"hf_one"}
+    store.forget(HUB)
+    with pytest.raises(AdapterNotFound):
+        store.find(HUB)
+    later = world.store(default_source="hub")
+    assert not store.names() and not later.names()
+    with pytest.raises(AdapterNotFound):
+        later.find(HUB)
+    assert later.find(with_token("hf_one")).is_private
+    num_gets = world.hub.num_gets(WEIGHTS)
+    store.forget(HUB)
+    with pytest.raises(AdapterNotFound):
+        store.find(with_token("hf_bad"))
+    assert store.find(with_token("hf_one")).is_private and world.hub.num_gets(WEIGHTS) == num_gets, (
+        "a stranger takes nothing from its readers"
+    )
 
 
 def test_after_forget_what_is_private_is_served_on_to_its_readers_alone_when_the_hub_is_away(world: World) -> None:

@@ -9,7 +9,6 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from ray.exceptions import RayTaskError
 
 from loray.deployments.adapter_service import AdapterService
 from loray.deployments.adapter_store import AdapterStore
@@ -325,8 +324,8 @@ def test_a_template_is_downloaded_and_changes_with_its_source(tmp_path: Path, mo
 
 @pytest.mark.parametrize("error", [AdapterFailed("adapter 'a': is broken"), AdapterNotFound("adapter 'a' is gone")])
 def test_what_a_replica_says_of_the_adapter_reaches_the_caller(error: LorayError) -> None:
-    async def asked(ref: bytes) -> str:
-        raise RayTaskError("chat_template", "traceback", error)
+    async def asked(ref: bytes) -> LorayError:
+        return error
 
     async def ask() -> None:
         driver = SimpleNamespace(chat_template=SimpleNamespace(remote=lambda ref: asyncio.create_task(asked(ref))))
