@@ -53,6 +53,7 @@ soak: $(STAMP)  ## run for hours under load and faults
 venv: $(STAMP)  ## make .venv with everything the other commands need
 
 # lorax-client asks for an old huggingface_hub and uses none.
+# A newer pip than Python brings reads the lists of packages in half the time.
 # pip compiles the modules one by one; here all cores do. Left to the first import, they would be compiled by every process where PYTHONDONTWRITEBYTECODE is set.
 # mypy reads files, not the editable install's import hook: .venv/src/loray shows it the folders under their package names.
 $(STAMP): pyproject.toml
@@ -60,7 +61,7 @@ $(STAMP): pyproject.toml
 	  || { echo "loray needs Python 3.11 or newer, and $(PYTHON) is not: name another with PYTHON=python3.12" >&2; exit 1; }; \
 	  echo "loray: making .venv" >&2; $(PYTHON) -m venv .venv; }
 	@echo "loray: installing into .venv (the first time takes minutes: torch and Ray are large)" >&2
-	@{ $(PIP) -e '.[test]' && $(PIP) --no-deps lorax-client==0.6.3; } 2> .venv/pip.log || { \
+	@{ $(PIP) --upgrade pip && $(PIP) -e '.[test]' && $(PIP) --no-deps lorax-client==0.6.3; } 2> .venv/pip.log || { \
 	  echo "loray: can't install the packages, is the network there? $$(grep ERROR .venv/pip.log | tail -1 | sed 's/^ *//') (all of it: .venv/pip.log)" >&2; exit 1; }
 	@cd .venv/lib/python3*/site-packages && ../../../bin/python -m compileall -qq -j 0 . || true
 	@mkdir -p .venv/src/loray

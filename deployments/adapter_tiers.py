@@ -61,11 +61,13 @@ class AdapterTiers:
         self.host.want(adapter)
         return adapter
 
-    def failed(self, copy: HostCopy, error: str) -> tuple[Adapter, str]:
-        """Some rank could not read it. The adapter, and why, by its own name; for a while nobody has it read again."""
+    def failed(self, copy: HostCopy, error: str, is_changed: bool) -> tuple[Adapter, str]:
+        """Some rank could not read it. The adapter, and why, by its own name; for a while nobody has it read again, unless its files were
+        replaced meanwhile: who has found it before then tries again, and finds the new ones."""
         adapter = self.host.failed(copy, error)
         adapter.error = error.replace(f"adapter {PurePath(copy.path).name!r}", f"adapter {adapter.adapter_id!r}", 1)
-        self._failures.put((adapter.version, copy.signature), adapter.error)
+        if not is_changed:
+            self._failures.put((adapter.version, copy.signature), adapter.error)
         return adapter, adapter.error
 
     def _wanted(self, adapter: Adapter) -> Adapter:

@@ -21,7 +21,7 @@ from loray.deployments.service import Service
 LOAD_S = 600.0  # a download may take as long
 LOOK_S = 0.2  # between two looks at a load, each at all adapters
 LOOK_SHARE = 0.1  # of the time that it has taken, where that is longer
-GONE_S = 10.0  # without any replica that knows of a load; a report may be a few seconds old
+GONE_S = 10.0  # that a replica may know nothing of a load; its report may be a few seconds old, or it has just been started
 STANDING = {"loading": 1, "known": 2, "failed": 3, "unloading": 4}  # which of several by one name is meant: rather one that is loaded
 
 # As OpenAPI shows the answers.
@@ -122,7 +122,7 @@ class AdapterAdmin:
             if all(are_loaded):
                 return
             now = time.monotonic()
-            last_seen = now if any(loads) else last_seen
+            last_seen = now if all(loads) else last_seen
             if now - last_seen > GONE_S:
                 raise AdapterFailed(f"adapter {ref.adapter_id!r} is not being loaded any more: it was changed again meanwhile")
             if now > began + LOAD_S:

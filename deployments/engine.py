@@ -291,7 +291,7 @@ class Engine:
             self._scheduler.waiting.wake_loaded()  # so that their adapters are asked for at once
             self._scheduler.has_displaced = True  # those may have left, and find no room any more
         elif prepared.error:
-            adapter, reason = self._tiers.failed(prepared.copy, prepared.error)
+            adapter, reason = self._tiers.failed(prepared.copy, prepared.error, prepared.is_changed)
             self._fail_adapter(adapter, AdapterChanged(reason) if prepared.is_changed else AdapterFailed(reason))
         else:
             self._counts.num_host_loads += 1

@@ -200,6 +200,8 @@ def _failed(place: Place, error: BaseException) -> LorayError:
         return AdapterFailed(f"adapter {place.name!r}: the source {place.source} needs loray[{EXTRAS.get(place.source, place.source)}]")
     if isinstance(error, aiohttp.ClientResponseError):
         return AdapterFailed(f"adapter {place.name!r}: the server answered {error.status}")
+    if isinstance(error, FileNotFoundError):
+        return AdapterFailed(f"adapter {place.name!r} can't be read: a file of it was there a moment ago, and is not any more")
     if isinstance(error, TimeoutError) and not str(error):
         reason = f"no answer within {ANSWER_S} s; are its endpoint in adapters.storage_options, the credentials and the network right?"
     else:

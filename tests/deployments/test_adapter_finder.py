@@ -577,7 +577,10 @@ def test_one_place_has_as_few_turns_after_some_have_left(world: World, monkeypat
         monkeypatch.setattr(world.store, "find", slow_find)
         finder, place = world.finder, (world.store.place_key(world.ref), False)
         first, second, third = (finder.find(AdapterRef(adapter_id=world.ref.adapter_id, api_token=token)) for token in doors)
-        tasks = [asyncio.create_task(first), asyncio.create_task(second)]
+        tasks = [asyncio.create_task(first)]
+        while not begun:
+            await asyncio.sleep(0.01)
+        tasks.append(asyncio.create_task(second))
         while finder._num_at[place] < 2:
             await asyncio.sleep(0.01)
         doors["hf_a"].set()

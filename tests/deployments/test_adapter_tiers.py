@@ -20,13 +20,19 @@ def tiers() -> AdapterTiers:
     """They have just failed to read it."""
     tiers = AdapterTiers(AdapterTable(4), HostTier(100, PAGE))
     failing = tiers.load(poet("before"))
-    tiers.failed(failing.host_copy, "its files changed after they were checked")
+    tiers.failed(failing.host_copy, "a header that ends too soon", is_changed=False)
     return tiers
 
 
 def test_files_that_failed_a_moment_ago_are_not_read_again(tiers: AdapterTiers) -> None:
-    with pytest.raises(AdapterFailed, match="changed after they were checked"):
+    with pytest.raises(AdapterFailed, match="ends too soon"):
         tiers.check(poet("before"))
+
+
+def test_files_that_changed_while_they_were_read_are_tried_again_by_all_who_have_found_them() -> None:
+    tiers = AdapterTiers(AdapterTable(4), HostTier(100, PAGE))
+    tiers.failed(tiers.load(poet("before")).host_copy, "its files changed", is_changed=True)
+    tiers.check(poet("before"))
 
 
 def test_equal_files_that_were_written_again_are_read(tiers: AdapterTiers) -> None:

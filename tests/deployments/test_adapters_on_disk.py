@@ -2,7 +2,7 @@
 
 import asyncio
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -255,17 +255,18 @@ def test_files_that_could_not_be_deleted_are_tried_with_the_next_change_unless_t
     run(work())
 
 
+def at_one_place(ref: AdapterRef, other: AdapterRef) -> Callable[..., str]:
+    """The keys of a store where two ids mean one download, as a revision within an id and beside it do."""
+    place_key = Store.place_key
+    return lambda store, asked, path="": place_key(store, ref if asked.adapter_id == other.adapter_id else asked, path)
+
+
 @pytest.mark.parametrize("is_pinned", [False, True])
 def test_a_download_stays_when_it_is_being_found_by_another_id_as_its_last_request_ends(
     world: World, is_pinned: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    other, place_key = world.save("other", seed=0), Store.place_key
-
-    def same_place(store: Store, ref: AdapterRef, path: str = "") -> str:
-        """For two ids, as a revision within an id and beside it have."""
-        return place_key(store, world.ref if ref.adapter_id == other.adapter_id else ref, path)
-
-    monkeypatch.setattr(Store, "place_key", same_place)
+    other = world.save("other", seed=0)
+    monkeypatch.setattr(Store, "place_key", at_one_place(world.ref, other))
 
     async def work() -> None:
         service, store = world.replica()
@@ -293,9 +294,83 @@ def test_what_another_process_is_fetching_keeps_no_removal_waiting(world: World)
         await world.replica()[0].find(world.ref)
         service, _ = world.replica()
         _, elsewhere = world.replica()
-        with elsewhere._cache.only_one(elsewhere.place_key(world.ref)):
+        key = elsewhere.place_key(world.ref)
+        with elsewhere._cache.only_one(key):
             async with asyncio.timeout(HELD_S):
                 await ReplicaAdmin(service).change("unload", world.ref)
+            assert elsewhere._cache.entry(key), "it may have just been published"
+
+    run(work())
+
+
+def test_a_load_that_is_taken_back_while_it_downloads_leaves_no_files(world: World) -> None:
+    async def work() -> None:
+        service, store = world.replica()
+        admin = ReplicaAdmin(service)
+        store.source.clear()
+        await admin.change("load", world.ref)
+        while not service._finder.searching():
+            await asyncio.sleep(0.01)
+        await admin.change("unload", world.ref)
+        store.source.set()
+        await settled(service)
+        assert not world.files() and not await by_name(service)
+
+    run(work())
+
+
+def test_what_is_loaded_again_while_its_removal_waits_for_a_search_stays(world: World) -> None:
+    async def work() -> None:
+        service, store = world.replica()
+        admin = ReplicaAdmin(service)
+        await admin.change("load", world.ref)
+        await settled(service)
+        store.source.clear()
+        asking = asyncio.create_task(service.find(world.ref))
+        while not service._finder.searching():
+            await asyncio.sleep(0.01)
+        await admin.change("unload", world.ref)
+        while not service._unloading:
+            await asyncio.sleep(0.01)
+        await admin.change("load", world.ref)
+        store.source.set()
+        await asking
+        await settled(service)
+        status = (await by_name(service))[world.ref.adapter_id]
+        assert (status.state, status.disk_bytes) == ("host", world.num_bytes)
+
+    run(work())
+
+
+def test_unloading_what_is_on_disk_alone_leaves_what_another_id_is_loaded_from(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
+    other = world.save("other", seed=0)
+    monkeypatch.setattr(Store, "place_key", at_one_place(other, world.ref))
+
+    async def work() -> None:
+        service, _ = world.replica()
+        admin = ReplicaAdmin(service)
+        await admin.change("load", other)
+        await settled(service)
+        await admin.change("unload", world.ref)
+        await settled(service)
+        assert len(world.files()) == 1 and (await by_name(service))[other.adapter_id].disk_bytes == world.num_bytes
+
+    run(work())
+
+
+def test_what_could_not_be_begun_is_tried_with_the_next_change(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
+    records = AdapterSet()
+    records.change(AdapterChange(action="load", ref=world.ref))
+
+    async def work() -> None:
+        service, store = world.replica()
+        with monkeypatch.context() as patch:
+            patch.setattr(store, "forget", lambda ref: (_ for _ in ()).throw(OSError("no")))
+            await service.apply(msgspec.msgpack.encode(records.snapshot()))
+        assert not world.files()
+        await service.apply(msgspec.msgpack.encode(records.snapshot()))
+        await settled(service)
+        assert len(world.files()) == 1
 
     run(work())
 

@@ -237,7 +237,10 @@ def test_a_good_one_by_the_same_name_does_not_hide_a_failure(
 def test_a_load_whose_adapter_another_admin_changed_meanwhile_is_told_so(
     service: Service, backend: ScriptedBackend, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """Though a request has made one replica of several know it since."""
     monkeypatch.setattr(admin, "GONE_S", 0.0)
+    other = [status_of("poet", "gpu", source="hub")]
+    backend.statuses = {"replica": [], "other": other}
     backend.loads = {"poet": [status_of("poet", "loading", source="hub"), status_of("poet", "gpu", source="local")]}
     response = call(service, "POST", "", json={"adapter_id": "poet", "source": "hub"})
     assert response.status_code == 424 and "changed again meanwhile" in response.json()["error"]
