@@ -30,9 +30,11 @@ KINDS = {  # of a module's tensors
     "bias under LoRA": r"base_layer\.bias",
     "weight under LoRA": r"base_layer\.weight",
     "bias": r"bias",
+    "weight": r"weight",
 }
 LORA = {"lora_A", "lora_B", "lora_embedding_A", "lora_embedding_B", "bias of lora_B", "magnitude"}
 BIASES = {"bias under LoRA", "bias"}
+COPIES = ("weight under LoRA", "weight")  # of the embedding and the head
 BYTES_OF_FLOAT = 4
 TENSOR_NAMES = {kind: re.compile(rf"(?P<module>.+?)\.{ending}") for kind, ending in KINDS.items()}
 
@@ -71,7 +73,7 @@ class AdapterSpec:
     biases: dict[str, str]  # tensor [out_features] that replaces the linear's own
     tokens: dict[str, TrainedTokens]
     has_same_tokens: bool  # for the embedding and the head: where these are tied, the file has the embedding's alone
-    copies: dict[str, str]  # tensor that must be the base model's own weight, which PEFT saves beside LoRA on it
+    copies: dict[str, str]  # tensor that must be the base model's own weight: PEFT saves it beside LoRA on it, or when it is told to
     extra_bytes: int  # at most, of what a rank keeps of it beside its pages
     places: dict[str, TensorPlace]  # of all its tensors, by their names
 
@@ -90,7 +92,7 @@ def read_adapter(folder: Path, lora_shapes: Shapes) -> AdapterSpec:
         tokens = {path: reader.tokens(path, tensors) for path, tensors in modules.items() if "trained tokens" in tensors}
         has_same_tokens = reader.has_same_tokens(tokens)
         _check_is_whole(config, names, lora_shapes)
-        copies = {path: reader.copy(path, tensors) for path, tensors in modules.items() if "weight under LoRA" in tensors}
+        copies = {path: reader.copy(path, tensors[kind]) for path, tensors in modules.items() for kind in COPIES if kind in tensors}
         beyond_pages = {path for path in loras if not _is_linear(path)}
         if tokens and beyond_pages:
             raise AdapterError("trainable_token_indices together with LoRA on the embedding or the head is not supported")
@@ -187,7 +189,7 @@ def _is_linear(path: str) -> bool:
 def _extra_bytes(path: str, tensors: Tensors, shapes: dict[str, tuple[int, ...]]) -> int:
     """As float32, the widest that a rank keeps; of a magnitude twice, for DoRA has the lengths of the rows beside it."""
     in_pages = {"lora_A", "lora_B"} if _is_linear(path) else set()
-    kept = [kind for kind in tensors if kind not in in_pages | {"weight under LoRA"}]
+    kept = [kind for kind in tensors if kind not in in_pages.union(COPIES)]
     return sum(prod(shapes[tensors[kind]]) * BYTES_OF_FLOAT * (2 if kind == "magnitude" else 1) for kind in kept)
 
 
@@ -198,6 +200,10 @@ def _by_module(shapes: dict[str, tuple[int, ...]], lora_shapes: Shapes, config: 
     for tensor in shapes:
         kind, module, adapter = _kind(tensor)
         path = _module_path(module, lora_shapes)
+        if kind == "weight" and (path is None or _is_linear(path)):
+            raise AdapterError(
+                f"tensor {tensor} replaces a weight of the base model: modules trained as a whole and added tokens are not supported"
+            )
         if path is None:
             raise AdapterError(f"tensor {tensor}: the base model has no module {module!r} that can carry LoRA{_hint(kind, module)}")
         if kind in LORA and path not in names:
@@ -232,10 +238,6 @@ def _kind(name: str) -> tuple[str, str, str]:
     for kind, pattern in TENSOR_NAMES.items():
         if match := pattern.fullmatch(name):
             return kind, match["module"], match.groupdict().get("adapter") or ""
-    if name.endswith(".weight"):
-        raise AdapterError(
-            f"tensor {name} replaces a weight of the base model: modules trained as a whole and added tokens are not supported"
-        )
     raise AdapterError(f"tensor {name} is not supported: it is no part of LoRA on a linear, an embedding or the head")
 
 
@@ -305,8 +307,8 @@ class _Reader:
                 raise no_tokens(path)
         return has_same
 
-    def copy(self, path: str, tensors: Tensors) -> str:
-        name, (inputs, outputs) = tensors["weight under LoRA"], self._lora_shapes[path]
+    def copy(self, path: str, name: str) -> str:
+        inputs, outputs = self._lora_shapes[path]
         if _is_linear(path):
             raise AdapterError(f"tensor {name}: a replaced weight of the base model is not supported")
         self._check_shape(name, (inputs, outputs) if _is_embedding(path) else (outputs, inputs), is_embedding=True)

@@ -3,12 +3,15 @@
 import json
 import math
 import re
-from collections.abc import Collection
+from collections.abc import Collection, Iterator
+from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from reprlib import Repr
 from typing import Any
 
 from loray.models.bounded_patterns import Pattern, PatternBudget, PatternError
+from loray.models.end_patterns import EndPatterns
 
 CONFIG_FILE = "adapter_config.json"
 MAX_CONFIG_BYTES = 1 << 20
@@ -28,6 +31,7 @@ REFUSED_FIELDS = {  # field -> what it is; any value but null, false or empty is
     "arrow_config": "Arrow routing",
 }
 NULL_FIELDS = {"use_bdlora", "velora_config", "kasa_config", "monteclora_config", "arrow_config"}  # PEFT fills an empty one with defaults
+DEFAULTS = {"r": 8, "lora_alpha": 8}  # PEFT's
 FLAGS = ("use_dora", "use_rslora", "lora_bias", "ensure_weight_tying")
 # Names are PEFT's, which folds the case of some and takes others by their beginning.
 PLAIN_INITS = re.compile(r"(?i:gaussian)|eva|orthogonal")  # leave the base model's weights alone
@@ -52,20 +56,22 @@ class AdapterConfig:
     """name, below: of a module as PEFT sees it in the model that the adapter was made from."""
 
     def __init__(self, file: Path) -> None:
-        self._fields = _read(file)
+        self._fields = DEFAULTS | _read(file)
         self._check()
         self._budget = PatternBudget(MAX_SECONDS)
         targets = self._fields["target_modules"]
         self._is_all_linear = isinstance(targets, str) and targets.lower() == "all-linear"
-        self._patterns = {
-            field: [self._compile(field, key, r"(.*\.)?(", ")$") for key in self._fields.get(field) or ()]
+        self._by_end = {
+            field: EndPatterns(self._fields.get(field) or (), partial(self._compile, field, before=r"(.*\.)?(", after=")$"), self._budget)
             for field in ("rank_pattern", "alpha_pattern")
         }
         names = self._fields.get("layers_pattern") or []
-        self._patterns["layers_pattern"] = [
-            self._compile("layers_pattern", name, r"(?:^|.*?\.)", r"\.(?P<idx>\d+)\.")
-            for name in ([names] if isinstance(names, str) else names)
-        ]
+        self._patterns = {
+            "layers_pattern": [
+                self._compile("layers_pattern", name, r"(?:^|.*?\.)", r"\.(?P<idx>\d+)\.")
+                for name in ([names] if isinstance(names, str) else names)
+            ]
+        }
         self._endings: dict[str, tuple[str, ...]] = {}
         for field in ("target_modules", "exclude_modules"):
             modules = self._fields.get(field) or []
@@ -156,15 +162,14 @@ class AdapterConfig:
             raise AdapterError(f"{field} has a regular expression, {shown(pattern)}, that {error}") from None
 
     def _first(self, field: str, name: str) -> tuple[int, Any] | None:
-        try:
+        with _told_of(field):
             return self._budget.first(self._patterns.get(field, ()), name)
-        except PatternError as error:
-            raise AdapterError(f"{field} {error}: a regular expression of the config may take {MAX_SECONDS:g} s") from None
 
     def _by_pattern(self, field: str, name: str, default: Any) -> Any:
         """The first key that matches the end of the name, as PEFT does it."""
-        found = self._first(field, name)
-        return list(self._fields[field].values())[found[0]] if found else default
+        with _told_of(field):
+            number = self._by_end[field].first(name)
+        return default if number is None else list(self._fields[field].values())[number]
 
     def _is_listed(self, field: str, name: str) -> bool:
         """A string is a regular expression for the whole name; of a list, one must be the name or its end."""
@@ -183,6 +188,14 @@ class AdapterConfig:
             match = ANY_LAYER.match(name)
         index = match["idx"] if match else None  # none where another branch of the pattern matched
         return index is not None and int(index) in (layers if isinstance(layers, list) else [layers])
+
+
+@contextmanager
+def _told_of(field: str) -> Iterator[None]:
+    try:
+        yield
+    except PatternError as error:
+        raise AdapterError(f"{field} {error}: the regular expressions of a config may take {MAX_SECONDS:g} s") from None
 
 
 def check_config_size(num_bytes: int) -> None:

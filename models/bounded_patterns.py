@@ -4,7 +4,8 @@
 """
 
 import re
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from math import prod
 from time import sleep, thread_time
@@ -22,6 +23,11 @@ _PLAIN = re.compile(r"[\w.-]+", re.ASCII)
 _COUNT = re.compile(r"\{(\d*)(,?)(\d*)\}")
 # Fuzzy matching and POSIX classes, which `re` reads as plain characters; conditions, which see other groups of a repetition.
 _OTHERWISE_IN_REGEX = re.compile(r"\{(?!\d*(,\d*)?\})|\[:\^?\w+:\]|\(\?\(")
+
+
+def is_name(pattern: str) -> bool:
+    """A plain name, in which nothing but points stands for anything else."""
+    return _PLAIN.fullmatch(pattern) is not None
 
 
 class PatternError(Exception):
@@ -46,7 +52,7 @@ class PatternBudget:
         """before, after: trusted expressions around the stranger's. is_full: the text must match to its end."""
         self._mark = thread_time()
         _check_text(pattern)
-        whole, is_plain = f"{before}{pattern}{after}", _PLAIN.fullmatch(pattern) is not None
+        whole, is_plain = f"{before}{pattern}{after}", is_name(pattern)
         try:
             compiled: Any = re.compile(whole)  # first, for `regex` understands more than PEFT's `re`
             if not is_plain:
@@ -60,11 +66,16 @@ class PatternBudget:
 
     def first(self, patterns: Iterable[Pattern], text: str) -> tuple[int, Any] | None:
         """The number of the first that matches, and its match."""
+        with self.charged():
+            matches = (pattern.match(text) if pattern.is_plain else self._match(pattern, text) for pattern in patterns)
+            return next(((number, match) for number, match in enumerate(matches) if match), None)
+
+    @contextmanager
+    def charged(self) -> Iterator[None]:
+        """What is done meanwhile counts. Raises PatternError where it was too much."""
         self._mark = thread_time()
-        matches = (pattern.match(text) if pattern.is_plain else self._match(pattern, text) for pattern in patterns)
-        found = next(((number, match) for number, match in enumerate(matches) if match), None)
+        yield
         self._charge()
-        return found
 
     def _match(self, pattern: Pattern, text: str) -> Any:
         self._charge()

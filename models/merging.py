@@ -8,14 +8,13 @@ import math
 import re
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any, Literal
 
 import torch
-from safetensors import SafetensorError, safe_open
+from safetensors import SafetensorError
 from safetensors.torch import save_file
 from torch import Tensor
 
@@ -23,6 +22,7 @@ from loray.models.adapter import AdapterError, AdapterSpec, read_adapter, signat
 from loray.models.adapter_config import CONFIG_FILE, FilesChanged
 from loray.models.adapter_header import WEIGHTS_FILE
 from loray.models.bounded_patterns import MAX_PATTERN_LEN
+from loray.models.file_tensors import FileTensors
 
 TENSOR_KINDS = {  # part of a tensor's name -> what an adapter with such a tensor has
     "lora_magnitude_vector": "DoRA",
@@ -30,7 +30,6 @@ TENSOR_KINDS = {  # part of a tensor's name -> what an adapter with such a tenso
     "trainable_tokens": "trained token embeddings",
     "lora_B.": "a bias on LoRA's B",
     ".bias": "a trained bias",
-    ".base_layer.weight": "a saved copy of the base model",
 }
 
 
@@ -47,7 +46,7 @@ class MergeMethod:
 @dataclass(frozen=True, slots=True)
 class _Source:
     spec: AdapterSpec
-    file: safe_open
+    tensors: FileTensors
     weight: float
 
 
@@ -73,41 +72,51 @@ def merge_adapters(
         method = MergeMethod()
     generator = torch.Generator().manual_seed(method.seed)
     merged: dict[str, tuple[Tensor, Tensor]] = {}
-    with ExitStack() as stack:
-        sources = [_open(folder, weight, lora_shapes, stack) for folder, weight in zip(folders, weights, strict=True)]
-        for path in lora_shapes:  # the model's own order, which is also that of PEFT's draws
-            if parts := [_read(source, path) for source in sources if path in source.spec.modules]:
-                merged[path] = _merge_linear(parts) if method.strategy == "linear" else _merge_sparse(parts, method, generator)
-                if not all(bool(matrix.isfinite().all()) for matrix in merged[path]):
-                    raise AdapterError(f"merged adapters {[folder.name for folder in folders]}: {path} has values that float32 cannot hold")
+    sources = [_read(folder, weight, lora_shapes) for folder, weight in zip(folders, weights, strict=True)]
+    for path in lora_shapes:  # the model's own order, which is also that of PEFT's draws
+        if parts := [_part(source, path) for source in sources if path in source.spec.modules]:
+            merged[path] = _merge_linear(parts) if method.strategy == "linear" else _merge_sparse(parts, method, generator)
+            if not all(bool(matrix.isfinite().all()) for matrix in merged[path]):
+                raise AdapterError(f"merged adapters {[folder.name for folder in folders]}: {path} has values that float32 cannot hold")
     _write(merged, out)
 
 
-def _open(folder: Path, weight: float, lora_shapes: dict[str, tuple[int, int]], stack: ExitStack) -> _Source:
+def _read(folder: Path, weight: float, lora_shapes: dict[str, tuple[int, int]]) -> _Source:
     before = signature(folder)
-    spec = read_adapter(folder, lora_shapes)
     try:
-        file = stack.enter_context(safe_open(folder / WEIGHTS_FILE, "pt"))
-    except (SafetensorError, OSError) as error:
+        spec = read_adapter(folder, lora_shapes)
+        _check_is_plain(folder, spec)
+        tensors = FileTensors(folder / WEIGHTS_FILE, spec.places)
+    except (AdapterError, OSError) as error:
+        _check_unchanged(folder, before)
+        if isinstance(error, AdapterError):
+            raise
         raise AdapterError(f"adapter {folder.name!r}: {WEIGHTS_FILE} cannot be read: {_reason(error)}") from error
+    _check_unchanged(folder, before)
+    return _Source(spec, tensors, weight)
+
+
+def _check_unchanged(folder: Path, before: str) -> None:
     if signature(folder) != before:
         raise FilesChanged(f"adapter {folder.name!r}: its files changed while they were read")
+
+
+def _check_is_plain(folder: Path, spec: AdapterSpec) -> None:
     plain = {name for module in spec.modules.values() for name in (module.a_name, module.b_name) if "lora_embedding_" not in name}
-    if others := sorted(set(file.keys()) - plain):
+    if others := sorted(spec.places.keys() - plain):
         known = ((name, kind) for part, kind in TENSOR_KINDS.items() for name in others if part in name)
-        name, kind = next(known, (others[0], "a module of modules_to_save"))
+        name, kind = next(known, (others[0], "a saved copy of the base model"))
         raise AdapterError(f"adapter {folder.name!r}: tensor {name} belongs to {kind}; only plain LoRA on linears can be merged")
-    return _Source(spec, file, weight)
 
 
 def _reason(error: Exception) -> str:
     """Without the path that the system or safetensors adds."""
-    return error.strerror or "it is not there" if isinstance(error, OSError) else str(error)
+    return (isinstance(error, OSError) and error.strerror) or str(error)
 
 
-def _read(source: _Source, path: str) -> _Part:
+def _part(source: _Source, path: str) -> _Part:
     module = source.spec.modules[path]
-    a, b = (source.file.get_tensor(name).float() for name in (module.a_name, module.b_name))
+    a, b = (source.tensors[name].float() for name in (module.a_name, module.b_name))
     return _Part(a, b, source.weight * module.scale)
 
 

@@ -271,6 +271,11 @@ REFUSALS: dict[str, Refusal] = {
         tensors_with(lambda tensors, names: tensors["base_model.model.lm_head.base_layer.weight"][7].mul_(1.03)),
         "tensor base_model.model.lm_head.base_layer.weight is not the base model's own: modules trained as a whole are not supported",
     ),
+    "another base model's head without LoRA on it": Refusal(
+        _plain,
+        _add("lm_head.weight", 101, 36),
+        "tensor base_model.model.lm_head.weight is not the base model's own: modules trained as a whole are not supported",
+    ),
     "trainable_token_indices with LoRA on the embedding": Refusal(
         _embedding,
         _train_tokens_too,

@@ -76,6 +76,9 @@ def test_small_numbers_may_be_as_far_as_the_smallest_of_float16(tmp_path: Path, 
         assert is_accepted(tmp_path, weight.half().to(dtype), weight.bfloat16())
     weight[30] = 0
     assert is_accepted(tmp_path, weight, weight)
+    other = weight.clone()
+    other[:25] *= 1.2
+    assert not is_accepted(tmp_path, other.half(), weight), "further than that"
 
 
 @pytest.mark.parametrize("value", [float("nan"), float("inf")])

@@ -158,6 +158,19 @@ def test_names_with_less_before_them_are_read_as_transformers_reads_them(base: P
     assert_same(conductor.generate(prompt_of(20), [0]), expected)
 
 
+def test_copies_of_the_base_models_own_embedding_and_head_change_nothing(base: Path, tmp_path: Path) -> None:
+    """PEFT saves them where it is told to, or where the vocabulary has grown since the model that the config names."""
+    from safetensors.torch import load_file, save_file
+
+    folder = save_adapter(base, tmp_path / "copies", r=4)
+    tensors, own = load_file(folder / "adapter_model.safetensors"), oracle(base).state_dict()
+    copies = {f"base_model.model.{name}": own[name].clone() for name in ("model.embed_tokens.weight", "lm_head.weight")}
+    save_file(tensors | copies, folder / "adapter_model.safetensors")
+    conductor = Conductor(base)
+    conductor.load(folder, [0])
+    assert_same(conductor.generate(prompt_of(20), [0]), oracle_generate(oracle(base, folder), prompt_of(20)))
+
+
 def test_the_report_says_what_the_driver_needs(tmp_path: Path) -> None:
     folder = save_llama(tmp_path)
     conductor = Conductor(folder)

@@ -1,6 +1,7 @@
 """Merged adapters against peft's add_weighted_adapter: the matrices, and what a model makes of them."""
 
 import json
+import os
 import shutil
 import subprocess
 import sys
@@ -17,6 +18,7 @@ from torch import Tensor, nn
 
 from loray.models import merging
 from loray.models.adapter import AdapterError, AdapterSpec, read_adapter
+from loray.models.adapter_config import FilesChanged
 from loray.models.bounded_patterns import MAX_PATTERN_LEN
 from loray.models.merging import MergeMethod, _config, merge_adapters
 from tests.models.conductor import Conductor, prompt_of
@@ -249,6 +251,22 @@ def test_files_that_change_while_they_are_opened_are_refused(
     with pytest.raises(AdapterError, match="'mine'.*changed while they were read"):
         merge_adapters([mine, three[2]], [1.0, 1.0], MergeMethod(), shapes, tmp_path / "merged")
     assert not (tmp_path / "merged").exists()
+
+
+def test_a_file_that_is_cut_short_while_it_is_read_has_changed(
+    three: list[Path], shapes: Shapes, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As `cp` over it does: mapped, it would end the process."""
+    mine = shutil.copytree(three[0], tmp_path / "mine")
+
+    def read_while_it_is_overwritten(folder: Path, lora_shapes: Shapes) -> AdapterSpec:
+        spec = read_adapter(folder, lora_shapes)
+        os.truncate(mine / WEIGHTS, 2000)
+        return spec
+
+    monkeypatch.setattr(merging, "read_adapter", read_while_it_is_overwritten)
+    with pytest.raises(FilesChanged, match="'mine'.*changed while they were read"):
+        merge_adapters([mine, three[2]], [1.0, 1.0], MergeMethod(), shapes, tmp_path / "merged")
 
 
 def test_a_weight_that_float32_cannot_hold_is_refused(three: list[Path], shapes: Shapes, tmp_path: Path) -> None:

@@ -213,6 +213,20 @@ def test_of_all_linears_too_some_may_be_excluded(tmp_path: Path) -> None:
         read(tmp_path, LINEAR, target_modules="all-linear", exclude_modules=["q_proj"])
 
 
+def test_a_module_that_is_named_whole_is_targeted_in_whatever_layer_as_in_peft(tmp_path: Path) -> None:
+    changes = {"target_modules": [f"model.{BARE}", "k_proj"], "layers_to_transform": [1]}
+    assert check_target_module_exists(LoraConfig(**changes), f"model.{BARE}")
+    assert read(tmp_path, LINEAR, **changes).modules.keys() == {f"model.{BARE}"}
+
+
+def test_without_a_rank_and_an_alpha_they_are_those_that_peft_assumes(tmp_path: Path) -> None:
+    linear = {name: [8 if size == 2 else size for size in shape] for name, shape in LINEAR.items()}
+    read(tmp_path, linear, r=8)
+    (tmp_path / "adapter_config.json").write_text(json.dumps({"peft_type": "LORA", "target_modules": ["q_proj"]}))
+    (module,) = read_adapter(tmp_path, SHAPES).modules.values()
+    assert (module.rank, module.scale) == (LoraConfig().r, LoraConfig().lora_alpha / LoraConfig().r)
+
+
 def test_an_empty_list_of_layers_means_all_of_them_as_in_peft(tmp_path: Path) -> None:
     assert check_target_module_exists(LoraConfig(target_modules=["q_proj"], layers_to_transform=[]), f"model.{BARE}")
     assert read(tmp_path, LINEAR, target_modules=["q_proj"], layers_to_transform=[]).modules.keys() == {f"model.{BARE}"}
