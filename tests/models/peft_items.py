@@ -178,6 +178,14 @@ def _grow(tensors: dict[str, Tensor], ending: str, dim: int) -> None:
     tensors[name] = torch.cat([tensors[name], torch.zeros_like(tensors[name].narrow(dim, 0, 2))], dim)
 
 
+def _keep_copy_alone(tensors: dict[str, Tensor], names: Names) -> None:
+    """Of the head, without the LoRA on it; not quite a copy."""
+    copy = tensors["base_model.model.lm_head.base_layer.weight"] * 1.03
+    for name in [name for name in tensors if "lm_head" in name]:
+        del tensors[name]
+    tensors["base_model.model.lm_head.weight"] = copy
+
+
 def _add(name: str, *shape: int) -> Change:
     return tensors_with(lambda tensors, names: tensors.update({f"base_model.model.{name}": torch.zeros(shape)}))
 
@@ -272,8 +280,8 @@ REFUSALS: dict[str, Refusal] = {
         "tensor base_model.model.lm_head.base_layer.weight is not the base model's own: modules trained as a whole are not supported",
     ),
     "another base model's head without LoRA on it": Refusal(
-        _plain,
-        _add("lm_head.weight", 101, 36),
+        _head,
+        tensors_with(_keep_copy_alone),
         "tensor base_model.model.lm_head.weight is not the base model's own: modules trained as a whole are not supported",
     ),
     "trainable_token_indices with LoRA on the embedding": Refusal(
