@@ -10,6 +10,7 @@ import time
 import uuid
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
+from typing import Protocol
 
 import msgspec
 
@@ -72,8 +73,14 @@ class _Replica:
             self.applied, self.error = applied, error
 
 
+class Registry(Protocol):
+    """The way to it from another process."""
+
+    async def ask(self, method: str, *messages: bytes) -> bytes: ...
+
+
 class AdapterRegistry:
-    """Deployed with one replica. Arguments and answers are msgpack of the structs above."""
+    """One for an application. Arguments and answers are msgpack of the structs above."""
 
     def __init__(self, patience: Patience | None = None) -> None:
         self._patience = patience or Patience()

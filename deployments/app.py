@@ -6,7 +6,6 @@ import ray
 from ray import serve
 
 from loray.cluster.placement import DRIVER_CPUS, INGRESS_CPUS, bundles
-from loray.deployments.adapter_registry import AdapterRegistry
 from loray.deployments.cluster_check import check_cluster
 from loray.deployments.config import ReplicaArgs, ServerArgs
 from loray.deployments.driver import Driver
@@ -40,15 +39,7 @@ def build(args: ServerArgs) -> serve.Application:
         autoscaling_config=_autoscaling(args.ingress),
         graceful_shutdown_timeout_s=DRAIN_S,
     )
-    registry = serve.deployment(AdapterRegistry).options(
-        name="Registry",
-        num_replicas=1,  # one owner; without arguments, so that a new config leaves it running
-        ray_actor_options={"num_cpus": 0},
-        max_ongoing_requests=MAX_CALLS,
-        graceful_shutdown_timeout_s=1,  # polls are asked again
-    )
-    followed = registry.bind()
-    return ingress.bind(driver.bind(args, followed), followed, args)
+    return ingress.bind(driver.bind(args), args)
 
 
 def settle(args: ServerArgs) -> ServerArgs:

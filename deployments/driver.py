@@ -16,7 +16,6 @@ from typing import Any
 
 import msgspec
 from ray import serve
-from ray.serve.handle import DeploymentHandle
 from ray.util import get_current_placement_group
 
 from loray.cluster.channel import Address
@@ -40,6 +39,7 @@ from loray.deployments.log_line import log_line
 from loray.deployments.model_check import check_model
 from loray.deployments.pools import fitting_tokens, size_pools
 from loray.deployments.queue_limits import QueueLimits
+from loray.deployments.registry_actor import RegistryLink
 from loray.deployments.registry_follower import RegistryFollower
 from loray.deployments.request import AdapterRef, AdapterTemplate, GenerationRequest
 from loray.deployments.scheduler import Scheduler
@@ -61,14 +61,15 @@ class Driver:
 
     _tracing: Tracing | None = None  # of the class too: __del__ comes also after a start that failed
 
-    async def __init__(self, args: ServerArgs, registry: DeploymentHandle) -> None:  # type: ignore[misc]  # Serve awaits it
+    async def __init__(self, args: ServerArgs) -> None:  # type: ignore[misc]  # Serve awaits it
         self._loop = asyncio.get_running_loop()
         self._tracing = make_tracing(args.tracing)
         self._log = DriverLog(self._tracing)
         await asyncio.to_thread(self._start, args)
         await self._adapters.preload(args.adapters.preload)
-        self._replica_id = serve.get_replica_context().replica_id.unique_id
-        follower = RegistryFollower(registry, self._replica_id, self._adapters.apply, self._adapters.statuses)
+        context = serve.get_replica_context()
+        self._replica_id = context.replica_id.unique_id
+        follower = RegistryFollower(RegistryLink(context.app_name), self._replica_id, self._adapters.apply, self._adapters.statuses)
         self._following = asyncio.create_task(follower.run())
         self._reporting = asyncio.create_task(self._report())
 

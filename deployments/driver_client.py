@@ -18,6 +18,7 @@ from ray.exceptions import RayError, RayTaskError
 from ray.serve.handle import DeploymentHandle, DeploymentResponse
 
 from loray.deployments.adapter_records import AdapterChange, Changed
+from loray.deployments.adapter_registry import Registry
 from loray.deployments.adapter_status import AdapterStatus
 from loray.deployments.deadlines import seconds_left
 from loray.deployments.errors import AdapterChanged, AdapterFailed, DeadlineExceeded, Incomplete, LorayError, Unhealthy, from_wire
@@ -42,7 +43,7 @@ NO_RECEIVER = "this ingress replica gets no tokens any more"
 
 
 class DriverClient:
-    def __init__(self, driver: DeploymentHandle, registry: DeploymentHandle) -> None:
+    def __init__(self, driver: DeploymentHandle, registry: Registry) -> None:
         self._driver = driver
         self._registry = registry
         self._events: dict[str, Mailbox] = {}  # None in it: the Serve call has ended
@@ -133,11 +134,10 @@ class DriverClient:
             logger.warning("no driver replica answers %s: %r", method, error)
             raise Unhealthy("no driver replica answers") from error
 
-    async def _ask_registry(self, method: str, *messages: msgspec.Struct) -> Any:
-        response = getattr(self._registry, method).remote(*map(msgspec.msgpack.encode, messages))
+    async def _ask_registry(self, method: str, *messages: msgspec.Struct) -> bytes:
         try:
             async with asyncio.timeout(REGISTRY_S):
-                return await response
+                return await self._registry.ask(method, *map(msgspec.msgpack.encode, messages))
         except RayTaskError as error:
             raise _told(error, "the adapter registry") from error
         except (RayError, TimeoutError) as error:

@@ -14,6 +14,7 @@ from loray.deployments.config import ServerArgs
 from loray.deployments.driver_client import DriverClient
 from loray.deployments.http_app import make_app
 from loray.deployments.native import NativeApi
+from loray.deployments.registry_actor import RegistryLink
 from loray.deployments.service import Service
 from loray.deployments.tokenizer import Tokenizer
 from loray.models.checkpoint import resolve_model
@@ -23,15 +24,13 @@ from loray.models.checkpoint import resolve_model
 class Ingress:
     """The methods are for `serve.get_app_handle`; they take the bodies of POST /generate, /embed and /admin/adapters, and need no key."""
 
-    async def __init__(  # type: ignore[misc]  # Serve awaits it
-        self, driver: DeploymentHandle, registry: DeploymentHandle, args: ServerArgs
-    ) -> None:
+    async def __init__(self, driver: DeploymentHandle, args: ServerArgs) -> None:  # type: ignore[misc]  # Serve awaits it
         folder = await asyncio.to_thread(resolve_model, args.model.id, args.model.revision)
         tokenizer = await asyncio.to_thread(Tokenizer.load, folder, args.model.trust_remote_code)
         facts = await driver.info.remote()
-        replica = serve.get_replica_context().replica_id.unique_id
-        self._client = DriverClient(driver, registry)
-        self._service = Service(args, tokenizer, self._client, facts["max_total_tokens"], facts, replica)
+        context = serve.get_replica_context()
+        self._client = DriverClient(driver, RegistryLink(context.app_name))
+        self._service = Service(args, tokenizer, self._client, facts["max_total_tokens"], facts, context.replica_id.unique_id)
         self._native = NativeApi(self._service)
         self._admin = AdapterAdmin(self._service)
         gc.collect()

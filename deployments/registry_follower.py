@@ -6,13 +6,11 @@ Knows nothing of adapters but how to pass their records on. Never fails: a regis
 import asyncio
 import logging
 from collections.abc import Awaitable, Callable
-from typing import Any
 
 import msgspec
-from ray.serve.handle import DeploymentHandle
 
 from loray.deployments.adapter_records import AdapterRecords
-from loray.deployments.adapter_registry import News, Poll, Report
+from loray.deployments.adapter_registry import News, Poll, Registry, Report
 from loray.deployments.adapter_status import AdapterStatus
 
 logger = logging.getLogger("ray.serve.loray")
@@ -28,7 +26,7 @@ class RegistryFollower:
 
     def __init__(
         self,
-        registry: DeploymentHandle,
+        registry: Registry,
         replica_id: str,
         apply: Callable[[bytes], Awaitable[None]],
         statuses: Callable[[], Awaitable[list[AdapterStatus]]],
@@ -115,7 +113,6 @@ class RegistryFollower:
         report = Report(replica_id=self._replica_id, applied=self._applied, error=self._error, question=question, statuses=statuses)
         await self._call("report", report)
 
-    async def _call(self, method: str, message: msgspec.Struct) -> Any:
-        response = getattr(self._registry, method).remote(msgspec.msgpack.encode(message))
+    async def _call(self, method: str, message: msgspec.Struct) -> bytes:
         async with asyncio.timeout(ANSWER_S):  # wait_for would lose a cancellation that comes with the answer
-            return await response
+            return await self._registry.ask(method, msgspec.msgpack.encode(message))

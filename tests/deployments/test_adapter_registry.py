@@ -1,8 +1,8 @@
-"""The registry and its followers together, in one event loop; only Serve's handle between them is played."""
+"""The registry and its followers together, in one event loop; only the way between them is played."""
 
 import asyncio
 import contextlib
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator, Callable
 from types import SimpleNamespace
 from typing import Any
 
@@ -28,7 +28,7 @@ def change(action: Any, adapter_id: str = "pirate", is_pinned: bool = False, **r
 
 
 class Handle:
-    """Serve's way to the one replica of the registry, which can be lost and built anew."""
+    """The way to the registry, which can be lost and built anew."""
 
     def __init__(self, patience: Patience = QUICK) -> None:
         self.patience = patience
@@ -37,16 +37,11 @@ class Handle:
     def rebuild(self) -> None:
         self.registry = AdapterRegistry(self.patience)
 
-    def __getattr__(self, method: str) -> Any:
-        def remote(*arguments: bytes) -> Awaitable[Any]:
-            return self._lost_with(self.registry, getattr(self.registry, method)(*arguments))
-
-        return SimpleNamespace(remote=remote)
-
-    async def _lost_with(self, registry: AdapterRegistry, call: Awaitable[Any]) -> Any:
-        answer = await call
+    async def ask(self, method: str, *messages: bytes) -> bytes:
+        registry = self.registry
+        answer: bytes = await getattr(registry, method)(*messages)
         if registry is not self.registry:
-            raise ConnectionError("the registry's replica died")
+            raise ConnectionError("the registry died")
         return answer
 
 
@@ -56,8 +51,10 @@ class Replica:
         self.statuses: list[AdapterStatus] = []
         self.can_apply = asyncio.Event()
         self.can_apply.set()
+        self.can_tell = asyncio.Event()
+        self.can_tell.set()
         self.failure: Exception | None = None
-        self.follower = RegistryFollower(handle, replica_id, self._apply, self._statuses)  # type: ignore[arg-type]
+        self.follower = RegistryFollower(handle, replica_id, self._apply, self._statuses)
         self.task = asyncio.create_task(self.follower.run())
 
     async def _apply(self, records: bytes) -> None:
@@ -67,6 +64,7 @@ class Replica:
         self.applied.append(msgspec.msgpack.decode(records, type=AdapterRecords))
 
     async def _statuses(self) -> list[AdapterStatus]:
+        await self.can_tell.wait()
         return self.statuses
 
     def loaded(self) -> list[str]:
@@ -109,12 +107,11 @@ def test_a_follower_that_is_cancelled_when_an_answer_comes_ends(num_ticks: int) 
     async def work() -> None:
         polls: list[asyncio.Future[bytes]] = []
 
-        def remote(poll: bytes) -> asyncio.Future[bytes]:
+        def ask(method: str, poll: bytes) -> asyncio.Future[bytes]:
             polls.append(asyncio.get_running_loop().create_future())
             return polls[-1]
 
-        handle = SimpleNamespace(changes=SimpleNamespace(remote=remote))
-        task = asyncio.create_task(RegistryFollower(handle, "r", no_records, no_statuses).run())  # type: ignore[arg-type]
+        task = asyncio.create_task(RegistryFollower(SimpleNamespace(ask=ask), "r", no_records, no_statuses).run())  # type: ignore[arg-type]
         await until(lambda: bool(polls))
         polls[0].set_result(msgspec.msgpack.encode(News(epoch="one")))
         for _ in range(num_ticks):

@@ -21,7 +21,6 @@ def test_no_call_waits_in_serves_own_queue_for_those_that_loray_holds(model: Pat
     """There a health check would wait too, and nobody would look at deadlines."""
     args = {"model": {"id": str(model)}, "device": "cpu", "scheduler": {"max_running": 2, "max_waiting": 2}}
     ingress = build(ServerArgs.model_validate(args))
-    driver, registry = ingress._bound_deployment.init_args[:2]
-    for application in (ingress, driver, registry):
+    for application in (ingress, ingress._bound_deployment.init_args[0]):
         assert isinstance(application, serve.Application)
         assert application._bound_deployment.max_ongoing_requests > 10 * ServerArgs().limits.max_concurrent_requests

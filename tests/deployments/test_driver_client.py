@@ -372,22 +372,20 @@ def test_a_token_costs_no_copy_of_those_before_it() -> None:
 
 
 class Registry:
-    """Serve's handle to the adapter registry: what its replica raises arrives wrapped, and a lost replica is an error of Ray's."""
+    """The way to the adapter registry: what it raises arrives wrapped, and a lost one is an error of Ray's."""
 
     def __init__(self) -> None:
         self.registry = AdapterRegistry(Patience(poll_s=0.2, answer_s=1))
         self.is_lost = False
 
-    def __getattr__(self, method: str) -> Any:
-        async def call(*arguments: bytes) -> Any:
-            if self.is_lost:
-                raise ActorDiedError()
-            try:
-                return await getattr(self.registry, method)(*arguments)
-            except Exception as error:
-                raise RayTaskError(method, "a traceback", error).as_instanceof_cause() from error
-
-        return SimpleNamespace(remote=call)
+    async def ask(self, method: str, *messages: bytes) -> bytes:
+        if self.is_lost:
+            raise ActorDiedError()
+        try:
+            answer: bytes = await getattr(self.registry, method)(*messages)
+            return answer
+        except Exception as error:
+            raise RayTaskError(method, "a traceback", error).as_instanceof_cause() from error
 
 
 CHANGE = AdapterChange(action="load", ref=AdapterRef(adapter_id="pirate"))
@@ -406,7 +404,7 @@ def test_changes_and_statuses_go_through_the_registry() -> None:
         client = DriverClient(None, registry)  # type: ignore[arg-type]
         with pytest.raises(Unhealthy, match="no driver replica"):
             await client.change_adapter(CHANGE)
-        following = asyncio.create_task(RegistryFollower(registry, "a", apply, statuses).run())  # type: ignore[arg-type]
+        following = asyncio.create_task(RegistryFollower(registry, "a", apply, statuses).run())
         while not registry.registry._live():
             await asyncio.sleep(0)
         changed = await client.change_adapter(CHANGE)

@@ -16,7 +16,7 @@ SECRET = "/secret/path, pid=7"
 
 
 class Failing:
-    """Serve's handle to a replica whose methods raise, or that is lost."""
+    """Serve's handle to a replica whose methods raise, or that is lost, and the way to such a registry."""
 
     def __init__(self, error: Exception) -> None:
         self._error = error
@@ -26,6 +26,9 @@ class Failing:
             raise self._error
 
         return SimpleNamespace(remote=call)
+
+    async def ask(self, method: str, *messages: bytes) -> bytes:
+        raise self._error
 
 
 QUESTIONS: dict[str, Callable[[DriverClient], Awaitable[Any]]] = {

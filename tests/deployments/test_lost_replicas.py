@@ -9,7 +9,7 @@ from loray.deployments.adapter_registry import Patience
 from loray.deployments.adapter_status import AdapterStatus
 from loray.deployments.errors import Unhealthy
 from tests.deployments.scripted_backend import run, status_of
-from tests.deployments.test_adapter_registry import Handle, ask, change, replicas, tell, until
+from tests.deployments.test_adapter_registry import Handle, Replica, ask, change, replicas, tell, until
 
 pytestmark = pytest.mark.slow  # waits
 
@@ -76,16 +76,13 @@ def test_a_replica_that_has_told_nothing_yet_counts_as_one_that_has_loaded_nothi
 
     async def scenario() -> None:
         handle = Handle(SHORT)
-        async with replicas(handle, "quick", "slow") as (quick, slow):
-            door = asyncio.Event()
-
-            async def slow_statuses() -> list[AdapterStatus]:
-                await door.wait()
-                return []
-
-            quick.statuses, slow.follower._statuses = [status_of("pirate")], slow_statuses
+        async with replicas(handle, "quick") as (quick,):
+            quick.statuses = [status_of("pirate")]
+            slow = Replica(handle, "slow")
+            slow.can_tell.clear()
+            await until(lambda: "slow" in handle.registry._live())
             assert await ask(handle) == {"quick": quick.statuses, "slow": []}
-            door.set()
+            slow.task.cancel()
 
     run(scenario())
 

@@ -14,10 +14,12 @@ from typing import Any
 import httpx
 import psutil
 import pytest
+import ray
 from ray import serve
 
 from loray.deployments.cli import main
 from loray.deployments.errors import AdapterFailed
+from loray.deployments.registry_actor import NAMESPACE
 from tests.e2e.conftest import App
 from tests.e2e.patience import PATIENCE_S
 from tests.models.tiny_llama import save_adapter
@@ -41,6 +43,7 @@ def app(start_app: Callable[..., Any], tiny_model: Path, root: Path) -> Iterator
     args["scheduler"] = {"max_running": 2}
     with start_app(NAME, **args, driver={"min_replicas": 2, "max_replicas": 2}) as app:
         yield app
+    wait_until(lambda: not registries())
 
 
 def ask(app: App, method: str, path: str = "", **kwargs: Any) -> httpx.Response:
@@ -75,6 +78,16 @@ def replica_pids(deployment: str) -> list[int]:
             if f"ServeReplica:{NAME}:{deployment}" in " ".join(process.cmdline()):
                 pids.append(process.pid)
     return pids
+
+
+def registries() -> list[str]:
+    """The names of all that live in this cluster."""
+    return [actor["name"] for actor in ray.util.list_named_actors(all_namespaces=True) if actor["namespace"] == NAMESPACE]
+
+
+def kill_registry() -> None:
+    (name,) = registries()
+    ray.kill(ray.get_actor(name, NAMESPACE), no_restart=False)
 
 
 def kill_all(deployment: str) -> None:
@@ -173,13 +186,13 @@ def test_too_many_who_wait_for_one_adapter_are_asked_to_come_again_and_keep_nobo
 
 
 @pytest.mark.parametrize(
-    "losses", [["Registry", "Driver"], *(pytest.param([name], marks=pytest.mark.soak) for name in ("Driver", "Ingress"))]
+    "losses", [["registry", "Driver"], *(pytest.param([name], marks=pytest.mark.soak) for name in ("Driver", "Ingress"))]
 )
 def test_the_set_survives_the_loss_of_replicas(app: App, losses: list[str]) -> None:
     """After the registry's loss only the drivers have the set, after the drivers' only the registry."""
     assert ask(app, "POST", json={"adapter_id": "a4", "pin": True}).status_code == 200
-    for deployment in losses:
-        kill_all(deployment)
+    for name in losses:
+        kill_registry() if name == "registry" else kill_all(name)
         wait_until(lambda: ask(app, "GET").status_code == 200)
     wait_until(lambda: adapters(app).get("a4", {}).get("is_pinned", False))
     unpinned = ask(app, "POST", "/a4/unpin")

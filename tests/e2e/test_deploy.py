@@ -73,13 +73,14 @@ def _answers(url: str) -> bool:
         return False
 
 
-def test_a_good_config_is_served_and_a_bad_one_is_refused_by_field_while_the_old_goes_on(
-    cluster: Cluster, tiny_model: Path, tmp_path: Path
+def test_a_good_config_is_served_with_what_admins_want_and_a_bad_one_is_refused_by_field_while_the_old_goes_on(
+    cluster: Cluster, tiny_model: Path, tiny_adapters: Path, tmp_path: Path
 ) -> None:
     config = yaml.safe_load((Path(__file__).parents[2] / "serve_config.yaml").read_text())
     config["http_options"]["port"] = cluster.http
     application = config["applications"][0]
-    application["args"] |= {"model": {"id": str(tiny_model)}, "device": "cpu"}
+    application["args"] |= {"model": {"id": str(tiny_model)}, "device": "cpu", "api_keys": {"admin": "open"}}
+    application["args"]["adapters"] = {"local_roots": [str(tiny_adapters)]}
     file = tmp_path / "serve_config.yaml"
 
     def deploy(**args: Any) -> None:
@@ -90,10 +91,16 @@ def test_a_good_config_is_served_and_a_bad_one_is_refused_by_field_while_the_old
         body = {"inputs": "hello", "parameters": {"max_new_tokens": 2}}
         return httpx.post(f"http://127.0.0.1:{cluster.http}/generate", json=body, timeout=PATIENCE_S).status_code == 200
 
+    def pinned(method: str, **body: Any) -> list[str]:
+        url, headers = f"http://127.0.0.1:{cluster.http}/admin/adapters", {"Authorization": "Bearer open"}
+        answer = httpx.request(method, url, headers=headers, timeout=PATIENCE_S, **body)
+        return [adapter["adapter_id"] for adapter in answer.json().get("adapters", []) if adapter["is_pinned"]]
+
     deploy()
     wait_for(lambda: cluster.status().get("status") == "RUNNING", "running")
     assert all(deployment["status"] == "HEALTHY" for deployment in cluster.printed_status()["deployments"].values())
     assert generates()
+    assert pinned("POST", json={"adapter_id": "a4", "pin": True}) == ["a4"]
     mistakes: dict[str, Any] = {  # one for each who looks: the tree itself, the cluster, the model
         "tensor_parallel_sise": 2,
         "device": "cuda",
@@ -109,3 +116,4 @@ def test_a_good_config_is_served_and_a_bad_one_is_refused_by_field_while_the_old
     wait_for(lambda: cluster.status().get("status") == "RUNNING", "running again")
     info = f"http://127.0.0.1:{cluster.http}/info"
     wait_for(lambda: httpx.get(info, timeout=PATIENCE_S).json()["max_concurrent_requests"] == 7, "updated")
+    wait_for(lambda: pinned("GET") == ["a4"], "what admins want brought to the new driver")
