@@ -19,7 +19,7 @@ from loray.deployments.adapter_registry import AdapterRegistry
 
 NAMESPACE = "loray"
 MAX_CALLS = 10_000  # at once; a driver has one under way, an admin another
-LOOK_S = 1.0  # between two looks at the application; Serve takes longer to delete one
+LOOK_S = 2.0  # between two looks at the application, 30 ms of a core each; Serve takes longer to delete one
 PATIENCE_S = 60.0  # with Serve, which may be restarted
 LONELY_S = 3600.0  # longer than a new driver takes to read its model
 
