@@ -16,6 +16,7 @@ from huggingface_hub.errors import (
 
 from loray.deployments.adapter_sources import EXTRA_FILES, FILES, PICKLE_FILE, Offer, Place, missing_file
 from loray.deployments.checksums import digest_of, mismatch
+from loray.deployments.connection_pools import widen_hub
 from loray.deployments.errors import AdapterFailed, AdapterNotFound, LorayError, SourceFailed
 from loray.models.adapter_config import CONFIG_FILE
 
@@ -25,6 +26,7 @@ NUM_ATTEMPTS = 2  # at a file that came with another digest; what breaks off is 
 
 class HubSource:
     def __init__(self) -> None:
+        widen_hub()
         self._api = HfApi(endpoint=os.environ.get("HF_ENDPOINT"), library_name="loray")
 
     def check(self, place: Place) -> None:

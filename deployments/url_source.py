@@ -14,6 +14,7 @@ from fsspec.callbacks import Callback  # type: ignore[import-untyped]
 
 from loray.deployments.adapter_sources import EXTRA_FILES, FILES, PICKLE_FILE, URL_SCHEMES, Offer, Place, missing_file, normal_url
 from loray.deployments.checksums import mismatch, told_digest
+from loray.deployments.connection_pools import NUM_PARTS, widen
 from loray.deployments.errors import AdapterFailed, AdapterNotFound, InvalidRequest, LorayError
 from loray.models.model_folder import one_line
 
@@ -151,8 +152,12 @@ class UrlSource:
             options["headers"] = {**options.get("headers", {}), "Accept-Encoding": "identity"}
         if scheme == "gs":
             options.setdefault("requests_timeout", HTTP_TIMEOUT)
+        if scheme == "az":
+            options.setdefault("max_concurrency", NUM_PARTS)
         # not fsspec's shared instance: those of others have other credentials
-        return kind(skip_instance_cache=True, use_listings_cache=False, **options)
+        system = kind(skip_instance_cache=True, use_listings_cache=False, **options)
+        widen(scheme, system)
+        return system
 
 
 def _kind(scheme: str) -> Any:
