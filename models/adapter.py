@@ -27,14 +27,16 @@ KINDS = {  # of a module's tensors
     "bias of lora_B": rf"lora_B{ADAPTER}\.bias",
     "magnitude": rf"lora_magnitude_vector{ADAPTER}(\.weight)?",
     "trained tokens": rf"token_adapter\.trainable_tokens_delta{ADAPTER}",
+    "weight under tokens": r"token_adapter\.base_layer\.weight",  # before what its end would match
     "bias under LoRA": r"base_layer\.bias",
     "weight under LoRA": r"base_layer\.weight",
     "bias": r"bias",
     "weight": r"weight",
 }
 LORA = {"lora_A", "lora_B", "lora_embedding_A", "lora_embedding_B", "bias of lora_B", "magnitude"}
-BIASES = {"bias under LoRA", "bias"}
-COPIES = ("weight under LoRA", "weight")  # of the embedding and the head
+# By kind, what the module has where PEFT reads it. Copies are of the embedding and the head.
+BIASES = {"bias under LoRA": "LoRA", "bias": "no LoRA"}
+COPIES = {"weight under tokens": "trained tokens", "weight under LoRA": "LoRA", "weight": "neither LoRA nor trained tokens"}
 BYTES_OF_FLOAT = 4
 TENSOR_NAMES = {kind: re.compile(rf"(?P<module>.+?)\.{ending}") for kind, ending in KINDS.items()}
 
@@ -87,20 +89,19 @@ def read_adapter(folder: Path, lora_shapes: Shapes) -> AdapterSpec:
         shapes = {name: place.shape for name, place in places.items()}
         modules, names = _by_module(shapes, lora_shapes, config)
         reader = _Reader(config, names, shapes, lora_shapes)
-        loras = {path: reader.module(path, tensors) for path, tensors in modules.items() if _has_lora(tensors)}
-        biases = {path: reader.bias(path, tensors) for path, tensors in modules.items() if BIASES & tensors.keys()}
+        copies = {path: reader.copy(path, tensors) for path, tensors in modules.items() if COPIES.keys() & tensors.keys()}
+        loras = {path: reader.module(path, tensors) for path, tensors in modules.items() if LORA & tensors.keys()}
+        biases = {path: reader.bias(path, tensors) for path, tensors in modules.items() if BIASES.keys() & tensors.keys()}
         tokens = {path: reader.tokens(path, tensors) for path, tensors in modules.items() if "trained tokens" in tensors}
         has_same_tokens = reader.has_same_tokens(tokens)
         _check_is_whole(config, names, lora_shapes)
-        copies = {path: reader.copy(path, tensors[kind]) for path, tensors in modules.items() for kind in COPIES if kind in tensors}
         beyond_pages = {path for path in loras if not _is_linear(path)}
         if tokens and beyond_pages:
             raise AdapterError("trainable_token_indices together with LoRA on the embedding or the head is not supported")
     except AdapterError as error:
         raise AdapterError(f"adapter {folder.name!r}: {error}") from None
-    ranks = [module.rank for path, module in loras.items() if path not in beyond_pages]
     extra_bytes = sum(_extra_bytes(path, tensors, shapes) for path, tensors in modules.items())
-    rank = max(ranks, default=1)
+    rank = max((module.rank for path, module in loras.items() if path not in beyond_pages), default=1)
     return AdapterSpec(rank, loras, frozenset(beyond_pages), biases, tokens, has_same_tokens, copies, extra_bytes, places)
 
 
@@ -172,10 +173,6 @@ def _check_token_ids(token_ids: tuple[int, ...], vocab_size: int) -> None:
 def _vocab_size(path: str, lora_shapes: Shapes) -> int:
     """Of the embedding or the head at this path."""
     return lora_shapes[path][0 if _is_embedding(path) else 1]
-
-
-def _has_lora(tensors: Tensors) -> bool:
-    return bool(LORA & tensors.keys())
 
 
 def _is_embedding(path: str) -> bool:
@@ -268,23 +265,20 @@ class _Reader:
         self._check_kinds(path, tensors, a, b)
         rank = config.rank(self._names[path])
         scale = config.scale(self._names[path], rank)
-        self._check_shape(tensors[a], (rank, inputs), is_embedding=_is_embedding(path))
-        self._check_shape(tensors[b], (outputs, rank), is_embedding=path == HEAD)
+        self._check_shape(path, tensors[a], (rank, inputs))
+        self._check_shape(path, tensors[b], (outputs, rank))
         for kind in ("bias of lora_B", "magnitude"):
             if kind in tensors:
-                self._check_shape(tensors[kind], (outputs,), is_embedding=path == HEAD)
+                self._check_shape(path, tensors[kind], (outputs,))
         return AdapterModule(tensors[a], tensors[b], rank, scale, tensors.get("bias of lora_B", ""), tensors.get("magnitude", ""))
 
     def bias(self, path: str, tensors: Tensors) -> str:
         """PEFT puts a module with LoRA around the base model's, whose bias it finds there and nowhere else."""
-        kind = "bias under LoRA" if _has_lora(tensors) else "bias"
-        if kind not in tensors:
-            name = next(tensors[other] for other in BIASES if other in tensors)
-            raise AdapterError(f"tensor {name}: PEFT would not read it, for {path} has {'LoRA' if _has_lora(tensors) else 'no LoRA'}")
+        name = self._read_one(path, tensors, "bias under LoRA" if self._has_lora(path) else "bias", BIASES)
         if not _is_linear(path):
-            raise AdapterError(f"tensor {tensors[kind]}: {path} has no bias")
-        self._check_shape(tensors[kind], self._lora_shapes[path][1:])
-        return tensors[kind]
+            raise AdapterError(f"tensor {name}: {path} has no bias")
+        self._check_shape(path, name, self._lora_shapes[path][1:])
+        return name
 
     def tokens(self, path: str, tensors: Tensors) -> TrainedTokens:
         name, token_ids = tensors["trained tokens"], self._config.token_ids(path, _is_embedding(path))
@@ -293,7 +287,7 @@ class _Reader:
         if not token_ids:
             raise AdapterError(f"tensor {name}: trainable_token_indices names no tokens of {path}, so PEFT would not read it")
         hidden_size = self._lora_shapes[path][1 if _is_embedding(path) else 0]
-        self._check_shape(name, (len(token_ids), hidden_size))
+        self._check_shape(path, name, (len(token_ids), hidden_size))
         return TrainedTokens(name, token_ids)
 
     def has_same_tokens(self, trained: dict[str, TrainedTokens]) -> bool:
@@ -307,12 +301,26 @@ class _Reader:
                 raise no_tokens(path)
         return has_same
 
-    def copy(self, path: str, name: str) -> str:
-        inputs, outputs = self._lora_shapes[path]
+    def copy(self, path: str, tensors: Tensors) -> str:
+        """PEFT puts trained tokens around the base model's module too; around a tied head also the embedding's."""
+        has_tokens = "trained tokens" in tensors or (path == HEAD and "weight under tokens" in tensors and self._config.has_trained_tokens)
+        kind = "weight under LoRA" if self._has_lora(path) else "weight under tokens" if has_tokens else "weight"
+        name = self._read_one(path, tensors, kind, COPIES)
         if _is_linear(path):
             raise AdapterError(f"tensor {name}: a replaced weight of the base model is not supported")
-        self._check_shape(name, (inputs, outputs) if _is_embedding(path) else (outputs, inputs), is_embedding=True)
+        inputs, outputs = self._lora_shapes[path]
+        self._check_shape(path, name, (inputs, outputs) if _is_embedding(path) else (outputs, inputs))
         return name
+
+    def _has_lora(self, path: str) -> bool:
+        """As PEFT's model has it, whether or not there are tensors of it."""
+        return path in self._names or self._config.is_targeted(path, _is_linear(path))
+
+    def _read_one(self, path: str, tensors: Tensors, kind: str, kinds: dict[str, str]) -> str:
+        for other in kinds:
+            if other in tensors and other != kind:
+                raise AdapterError(f"tensor {tensors[other]}: PEFT would not read it, for {path} has {kinds[kind]}")
+        return tensors[kind]
 
     def _check_kinds(self, path: str, tensors: Tensors, a: str, b: str) -> None:
         for present, absent in ((a, b), (b, a)):
@@ -333,8 +341,9 @@ class _Reader:
         if self._config.ensure_weight_tying and not _is_linear(path):
             raise _tied(path)
 
-    def _check_shape(self, name: str, wanted: tuple[int, ...], is_embedding: bool = False) -> None:
-        """is_embedding: one of its sizes is the vocabulary's."""
-        if self._shapes[name] != wanted:
-            hint = "; added tokens are not supported" if is_embedding else ""
-            raise AdapterError(f"tensor {name} has shape {self._shapes[name]}, the base model and the config need {wanted}{hint}")
+    def _check_shape(self, path: str, name: str, wanted: tuple[int, ...]) -> None:
+        if (shape := self._shapes[name]) != wanted:
+            vocab_size = None if _is_linear(path) else _vocab_size(path, self._lora_shapes)
+            is_resized = vocab_size in wanted and vocab_size not in shape
+            hint = ": the adapter was made with a resized vocabulary, which is not supported" if is_resized else ""
+            raise AdapterError(f"tensor {name} has shape {shape}, the base model and the config need {wanted}{hint}")

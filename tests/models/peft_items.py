@@ -98,7 +98,7 @@ def items_of(family: str) -> dict[str, Settings]:
     return {item: make(names) for item, make in ITEMS.items()} | own
 
 
-def save_item(base: Path, folder: Path, settings: Mapping[str, Any]) -> Path:
+def save_item(base: Path, folder: Path, settings: Mapping[str, Any], save_embedding_layers: bool | str = "auto") -> Path:
     """Everything that PEFT would train is random, and large enough to matter."""
     torch.manual_seed(len(str(folder)))
     model = base_oracle(base)
@@ -108,7 +108,7 @@ def save_item(base: Path, folder: Path, settings: Mapping[str, Any]) -> Path:
     for name, parameter in model.named_parameters():
         if parameter.requires_grad:
             _randomize(name, parameter)
-    model.save_pretrained(folder)
+    model.save_pretrained(folder, save_embedding_layers=save_embedding_layers)
     return folder
 
 
@@ -178,12 +178,21 @@ def _grow(tensors: dict[str, Tensor], ending: str, dim: int) -> None:
     tensors[name] = torch.cat([tensors[name], torch.zeros_like(tensors[name].narrow(dim, 0, 2))], dim)
 
 
-def _keep_copy_alone(tensors: dict[str, Tensor], names: Names) -> None:
+def _keep_copy_alone(folder: Path, names: Names) -> None:
     """Of the head, without the LoRA on it; not quite a copy."""
-    copy = tensors["base_model.model.lm_head.base_layer.weight"] * 1.03
-    for name in [name for name in tensors if "lm_head" in name]:
-        del tensors[name]
-    tensors["base_model.model.lm_head.weight"] = copy
+
+    def edit(tensors: dict[str, Tensor], names: Names) -> None:
+        copy = tensors["base_model.model.lm_head.base_layer.weight"] * 1.03
+        tensors.clear()
+        tensors["base_model.model.lm_head.weight"] = copy
+
+    config_with(target_modules=[names.column])(folder, names)
+    tensors_with(edit)(folder, names)
+
+
+def _add_copy_of_embedding(tensors: dict[str, Tensor], names: Names) -> None:
+    name = next(name for name in tensors if name.endswith(TRAINED_TOKENS))
+    tensors[name.replace(TRAINED_TOKENS, "weight")] = torch.zeros(101, 36)
 
 
 def _add(name: str, *shape: int) -> Change:
@@ -224,6 +233,7 @@ def _tokens(names: Names) -> Settings:
 
 
 NOT_SUPPORTED = "is not supported"
+RESIZED = f"the adapter was made with a resized vocabulary, which {NOT_SUPPORTED}"
 REFUSALS: dict[str, Refusal] = {
     "modules_to_save": Refusal(
         _plain, config_with(modules_to_save=["lm_head"]), f"modules_to_save is ['lm_head']: a module trained as a whole {NOT_SUPPORTED}"
@@ -242,12 +252,17 @@ REFUSALS: dict[str, Refusal] = {
     "added tokens, LoRA on the embedding": Refusal(
         _embedding,
         tensors_with(lambda tensors, names: _grow(tensors, "lora_embedding_A", 1)),
-        "tensor … has shape …, the base model and the config need …; added tokens are not supported",
+        f"tensor … has shape …, the base model and the config need …: {RESIZED}",
     ),
     "added tokens, LoRA on the head": Refusal(
         _head,
         tensors_with(lambda tensors, names: _grow(tensors, "lora_B.weight", 0)),
-        "tensor … has shape …, the base model and the config need …; added tokens are not supported",
+        f"tensor … has shape …, the base model and the config need …: {RESIZED}",
+    ),
+    "added tokens, a copy of the head": Refusal(
+        _head,
+        tensors_with(lambda tensors, names: _grow(tensors, "lm_head.base_layer.weight", 0)),
+        f"tensor base_model.model.lm_head.base_layer.weight has shape …, the base model and the config need …: {RESIZED}",
     ),
     "added tokens, trainable_token_indices": Refusal(
         _tokens,
@@ -281,8 +296,27 @@ REFUSALS: dict[str, Refusal] = {
     ),
     "another base model's head without LoRA on it": Refusal(
         _head,
-        tensors_with(_keep_copy_alone),
+        _keep_copy_alone,
         "tensor base_model.model.lm_head.weight is not the base model's own: modules trained as a whole are not supported",
+    ),
+    "a copy of the head beside LoRA, where PEFT has it under LoRA": Refusal(
+        _head,
+        _add("lm_head.weight", 101, 36),
+        "tensor base_model.model.lm_head.weight: PEFT would not read it, for lm_head has LoRA",
+    ),
+    "a copy of the head under LoRA that it has not": Refusal(
+        _plain,
+        _add("lm_head.base_layer.weight", 101, 36),
+        "tensor base_model.model.lm_head.base_layer.weight: PEFT would not read it, for lm_head has neither LoRA nor trained tokens",
+    ),
+    "a copy of the head under trained tokens that it has not": Refusal(
+        _plain,
+        _add("lm_head.token_adapter.base_layer.weight", 101, 36),
+        "tensor base_model.model.lm_head.token_adapter.base_layer.weight: PEFT would not read it, for lm_head has neither LoRA nor trained "
+        "tokens",
+    ),
+    "a copy of the embedding beside trained tokens, where PEFT has it under them": Refusal(
+        _tokens, tensors_with(_add_copy_of_embedding), "tensor …: PEFT would not read it, for … has trained tokens"
     ),
     "trainable_token_indices with LoRA on the embedding": Refusal(
         _embedding,

@@ -79,11 +79,13 @@ REFUSALS: dict[str, tuple[Callable[[Path], Any], list[str]]] = {
         change_tensors(lambda t: t.update({"base_model.model.model.layers.0.self_attn.q_proj.bias": torch.zeros(48)})),
         ["q_proj.bias", "PEFT would not read it"],
     ),
+    "bias_beside_lora_that_has_no_tensors": (
+        change_tensors(lambda t: [t.pop(f"{Q_PROJ}{s}.weight") for s in "AB"] and t.update({f"{Q_PROJ[:-5]}bias": torch.zeros(48)})),
+        ["q_proj.bias: PEFT would not read it, for model.layers.0.self_attn.q_proj has LoRA"],
+    ),
     "bias_under_no_lora": (
-        change_tensors(
-            lambda t: [t.pop(f"{Q_PROJ}{s}.weight") for s in "AB"] and t.update({f"{Q_PROJ[:-5]}base_layer.bias": torch.zeros(48)})
-        ),
-        ["q_proj.base_layer.bias", "PEFT would not read it"],
+        change_tensors(lambda t: t.update({"base_model.model.lm_head.base_layer.bias": torch.zeros(101)})),
+        ["lm_head.base_layer.bias: PEFT would not read it, for lm_head has no LoRA"],
     ),
     "token_ids_not_numbers": (
         change_tensors(

@@ -24,9 +24,10 @@ def weight() -> Tensor:
     return torch.randn(ROWS, HIDDEN, generator=torch.Generator().manual_seed(0))
 
 
-def is_accepted(folder: Path, copy: Tensor, base: Tensor, has_float8_weights: bool = False) -> bool:
-    layer: Embedding | Head = Head(ROWS, HIDDEN, Parallel(), None) if has_float8_weights else Embedding(ROWS, HIDDEN, Parallel())
-    layer.weight.data = base.clone()
+def is_accepted(folder: Path, copy: Tensor, base: Tensor, has_float8_weights: bool = False, rank: int = 0, world_size: int = 1) -> bool:
+    parallel = Parallel(rank, world_size)
+    layer: Embedding | Head = Head(ROWS, HIDDEN, parallel, None) if has_float8_weights else Embedding(ROWS, HIDDEN, parallel)
+    layer.weight.data = base[layer.part.slice].clone()
     if isinstance(layer, Head):
         layer.pack(has_float8_weights)
     data = copy.contiguous().view(torch.uint8).numpy().tobytes()
@@ -79,6 +80,13 @@ def test_small_numbers_may_be_as_far_as_the_smallest_of_float16(tmp_path: Path, 
     other = weight.clone()
     other[:25] *= 1.2
     assert not is_accepted(tmp_path, other.half(), weight), "further than that"
+
+
+@pytest.mark.parametrize("row", [3, 40])
+def test_each_rank_compares_its_own_rows(tmp_path: Path, weight: Tensor, row: int) -> None:
+    copy = weight.clone()
+    copy[row] *= 1.03
+    assert [is_accepted(tmp_path, copy, weight, rank=rank, world_size=2) for rank in (0, 1)] == [row >= 25, row < 25]
 
 
 @pytest.mark.parametrize("value", [float("nan"), float("inf")])

@@ -10,9 +10,11 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from loray.models import adapter_tensors
 from loray.models.adapter import AdapterError, read_adapter, signature
 from loray.models.adapter_header import TensorPlace
 from loray.models.adapter_tensors import MAX_ELEMENTS_AT_ONCE, RankAdapter, Target, _check_copy, read_rank_adapter
+from loray.models.file_tensors import FileTensors
 from loray.models.host_adapters import HostAdapters
 from loray.models.linear import Linear, row_linear
 from loray.models.parallel import Parallel
@@ -179,6 +181,19 @@ def test_matrices_larger_than_one_step_are_read_whole(tmp_path: Path) -> None:
     adapter = read_rank_adapter(tmp_path, read_adapter(tmp_path, {"x.lin": (inputs, outputs)}), targets, is_pinned=False)
     found = adapter.matrices(torch.device("cpu"))
     assert found["x.lin", "a"].equal(a[:, 100:1400]) and found["x.lin", "b"].equal(b.T * 0.5)
+
+
+def test_copies_of_the_base_models_weights_are_not_held_in_memory(base: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    folder = save_adapter(base, tmp_path / "mine", targets=["q_proj", "lm_head"], r=8)
+    held: set[str] = set()
+
+    def holding(file: Path, places: dict[str, TensorPlace]) -> FileTensors:
+        held.update(places)
+        return FileTensors(file, places)
+
+    monkeypatch.setattr(adapter_tensors, "FileTensors", holding)
+    Conductor(base).runner.host_adapters.prepare(str(folder), "")
+    assert load_file(folder / "adapter_model.safetensors").keys() - held == {"base_model.model.lm_head.base_layer.weight"}
 
 
 @pytest.mark.parametrize("row", [0, 1000, 1999])

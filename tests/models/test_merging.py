@@ -237,14 +237,15 @@ def test_what_is_not_plain_lora_is_refused_by_name(
     assert not (tmp_path / "merges").exists()
 
 
+@pytest.mark.parametrize("targets", ["all-linear", ["q_proj"]], ids=["other weights", "other modules"])
 def test_files_that_change_while_they_are_opened_are_refused(
-    three: list[Path], shapes: Shapes, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    base: Path, three: list[Path], shapes: Shapes, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, targets: Any
 ) -> None:
-    mine = shutil.copytree(three[0], tmp_path / "mine")
+    mine, other = (save_adapter(base, tmp_path / name, seed, targets, r=8) for seed, name in enumerate(("mine", "other")))
 
     def read_while_another_is_saved(folder: Path, lora_shapes: Shapes) -> AdapterSpec:
         spec = read_adapter(folder, lora_shapes)
-        shutil.copytree(three[1], mine, dirs_exist_ok=True)
+        shutil.copytree(other, mine, dirs_exist_ok=True)
         return spec
 
     monkeypatch.setattr(merging, "read_adapter", read_while_another_is_saved)

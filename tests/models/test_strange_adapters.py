@@ -330,4 +330,7 @@ def test_extra_bytes_are_of_all_that_is_not_in_pages(tmp_path: Path) -> None:
     assert read(tmp_path, LINEAR | bias, lora_bias=True).extra_bytes == 4 * 4
     assert read(tmp_path, LINEAR | magnitude, use_dora=True).extra_bytes == 2 * 4 * 4
     assert read(tmp_path, LINEAR | tokens, trainable_token_indices=[1, 2, 3]).extra_bytes == 4 * 3 * 6
+    copies = {"model.embed_tokens.token_adapter.base_layer.weight": [10, 6], "lm_head.weight": [10, 6]}
+    of_tokens = {"trainable_token_indices": [1, 2, 3], "target_modules": ["q_proj"]}
+    assert read(tmp_path, LINEAR | tokens | copies, **of_tokens).extra_bytes == 4 * 3 * 6
     assert read(tmp_path, LINEAR | head | EMBEDDING).extra_bytes == 4 * 2 * (6 + 10 + 10 + 6)
