@@ -8,7 +8,7 @@ import hashlib
 import logging
 import secrets
 from collections.abc import Iterator, Set
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import count
 from pathlib import Path
 
@@ -25,7 +25,7 @@ from loray.deployments.adapter_sources import URL_SCHEMES, Offer, Place, Places,
 from loray.deployments.adapter_status import TierUse
 from loray.deployments.adapters import Adapter
 from loray.deployments.config import AdapterArgs
-from loray.deployments.disk_cache import DiskCache, DiskFull, is_whole
+from loray.deployments.disk_cache import DiskCache, DiskFull, Entry, is_whole
 from loray.deployments.errors import AdapterFailed, AdapterNotFound, InvalidRequest, LorayError
 from loray.deployments.expiring import Expiring
 from loray.deployments.hub_source import HubSource, not_found
@@ -213,12 +213,18 @@ class AdapterStore:
     def _ask(self, wish: _Wish) -> Adapter:
         """What its source has, or what is on disk where the source does not answer."""
         key = wish.place.key
-        wished = self._stale.get(key, 0)
+        wished, known = self._stale.get(key, 0), self._cache.entry(key)
         try:
             offer = self._describe(wish)  # before another's download is waited for: who may not read it is told at once
             with self._fetching.only_one(key):
                 adapter = self._held(wish) or self._fetch(wish, offer)
             self._unrenewed.pop(key, None)
+        except AdapterNotFound:
+            if wished and known and not known.is_private:
+                if wish.token:  # a hub refuses one that it does not know also what everybody may read
+                    return self._ask(replace(wish, token=""))
+                self._withdraw(key, known)
+            raise
         except AdapterFailed as error:
             held = self._still_held(wish, error) if wished else None
             if held is None:
@@ -275,10 +281,7 @@ class AdapterStore:
             return self._unchanged(wish, offer) or self._download(wish, offer)
 
     def _still_held(self, wish: _Wish, error: AdapterFailed) -> Adapter | None:
-        """What is on disk, when its source could not be asked anew: it was good until now. Not if the source has it no more."""
-        if isinstance(error, AdapterNotFound):
-            self._withdraw(wish.place.key)
-            return None
+        """What is on disk, when its source could not be asked anew: it was good until now."""
         with contextlib.suppress(LorayError):
             if adapter := self._on_disk(wish):
                 self._unrenewed[wish.place.key] = error.message
@@ -286,10 +289,10 @@ class AdapterStore:
                 return adapter
         return None
 
-    def _withdraw(self, key: str) -> None:
-        """What everybody could have is not for this asker any more: no other process is to serve or list it either."""
+    def _withdraw(self, key: str, known: Entry) -> None:
+        """What everybody could have is for nobody without a token any more: no other process is to serve or list it either."""
         with self._fetching.only_one(key):
-            if (entry := self._cache.entry(key)) and not entry.is_private:
+            if self._cache.entry(key) == known:  # else it was fetched since its source was asked
                 self._cache.remove(key)
 
     def _unchanged(self, wish: _Wish, offer: Offer) -> Adapter | None:

@@ -1,6 +1,9 @@
 """Which chat template writes a prompt: the adapter's own, else the configured one, else the model's. Knows neither HTTP nor Ray."""
 
+from hashlib import blake2b
 from typing import Any, NamedTuple
+
+import msgspec
 
 from loray.deployments import tool_format
 from loray.deployments.backend import Backend
@@ -13,7 +16,8 @@ from loray.deployments.template_renderer import TemplateRenderer
 from loray.deployments.tokenizer import Tokenizer, is_much
 
 LIFETIME_S = 10.0  # of what is remembered; an adapter that is replaced meanwhile is noticed by its version
-MAX_REMEMBERED = 1024
+MAX_REMEMBERED = 1024  # each with a token of its own, also where callers make these up
+NUM_CHARS = 8 << 10  # a longer template counts as several: all take 64 MiB at the most, of 8 bytes a character with its UTF-8
 
 
 class Prompt(NamedTuple):
@@ -27,7 +31,9 @@ class ChatTemplates:
         self._backend = backend
         self._configured = configured_template(configured) if configured else ""
         self._strangers = TemplateRenderer(tokenizer.special_tokens)
-        self._of_adapters: Expiring[AdapterRef, AdapterTemplate] = Expiring(LIFETIME_S, MAX_REMEMBERED)
+        self._of_adapters: Expiring[bytes, AdapterTemplate] = Expiring(
+            LIFETIME_S, MAX_REMEMBERED, count=lambda template: 1 + len(template.text) // NUM_CHARS
+        )
 
     async def prompt(self, messages: list[dict[str, Any]], tools: list[tool_format.Tool], adapter: AdapterRef | None) -> Prompt:
         """That asks for the next assistant message. Raises TemplateError, and the adapter's errors."""
@@ -37,7 +43,8 @@ class ChatTemplates:
 
     def forget(self, adapter: AdapterRef | None) -> None:
         """It was replaced."""
-        self._of_adapters.drop(lambda remembered: remembered == adapter)
+        forgotten = _key(adapter) if adapter else b""
+        self._of_adapters.drop(lambda key: key == forgotten)
 
     async def _write(self, messages: list[dict[str, Any]], tools: list[tool_format.Tool], own: str) -> str:
         template = own or self._configured or self._tokenizer.chat_template(bool(tools))
@@ -61,11 +68,17 @@ class ChatTemplates:
         return await self._strangers.render(template, messages, tools)
 
     async def _of(self, adapter: AdapterRef) -> AdapterTemplate:
-        template = self._of_adapters.get(adapter)
+        key = _key(adapter)
+        template = self._of_adapters.get(key)
         if template is None:
             template = await self._backend.chat_template(adapter)
-            self._of_adapters.put(adapter, template)
+            self._of_adapters.put(key, template)
         return template
+
+
+def _key(adapter: AdapterRef) -> bytes:
+    """Of one size, however long the token is."""
+    return blake2b(msgspec.msgpack.encode(adapter), digest_size=32).digest()
 
 
 async def _described(messages: list[dict[str, Any]], tools: list[tool_format.Tool], has_system: bool = True) -> list[dict[str, Any]]:

@@ -11,10 +11,20 @@ V = TypeVar("V")
 
 
 class Expiring(Generic[K, V]):
-    def __init__(self, lifetime_s: float, max_entries: int, clock: Callable[[], float] = time.monotonic) -> None:
+    """count: as how many entries a value counts."""
+
+    def __init__(
+        self,
+        lifetime_s: float,
+        max_entries: int,
+        clock: Callable[[], float] = time.monotonic,
+        count: Callable[[V], int] = lambda value: 1,
+    ) -> None:
         self._lifetime_s = lifetime_s
         self._max_entries = max_entries
         self._clock = clock
+        self._count = count
+        self._num_counted = 0
         self._entries: OrderedDict[K, tuple[float, V]] = OrderedDict()  # key -> (when it ends, value), the oldest first
         self._lock = threading.Lock()
 
@@ -29,12 +39,18 @@ class Expiring(Generic[K, V]):
     def put(self, key: K, value: V) -> None:
         with self._lock:
             now = self._clock()
+            self._remove(key)
             self._entries[key] = (now + self._lifetime_s, value)
-            self._entries.move_to_end(key)
-            while len(self._entries) > self._max_entries or next(iter(self._entries.values()))[0] <= now:
-                self._entries.popitem(last=False)
+            self._num_counted += self._count(value)
+            while self._entries and (self._num_counted > self._max_entries or next(iter(self._entries.values()))[0] <= now):
+                self._remove(next(iter(self._entries)))
 
     def drop(self, is_dropped: Callable[[K], bool]) -> None:
         with self._lock:
             for key in [key for key in self._entries if is_dropped(key)]:
-                del self._entries[key]
+                self._remove(key)
+
+    def _remove(self, key: K) -> None:
+        if key in self._entries:
+            _, value = self._entries.pop(key)
+            self._num_counted -= self._count(value)

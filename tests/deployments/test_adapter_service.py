@@ -23,6 +23,7 @@ from loray.deployments.engine import ABORTED, Engine
 from loray.deployments.errors import AdapterFailed, AdapterNotFound, Overloaded
 from loray.deployments.request import AdapterRef, MergeRecipe
 from loray.models.merging import MergeMethod, merge_adapters
+from tests.deployments.file_server import FileServer
 from tests.deployments.peft_folder import SHAPES, save_folder
 from tests.deployments.rank_in_process import PAGE_BYTES, RankInProcess, start_engine
 from tests.deployments.replica_admin import ReplicaAdmin
@@ -196,6 +197,28 @@ def test_load_is_through_when_the_ranks_have_it_and_says_why_when_it_fails(
     assert (known["large"].state, known["large"].host_bytes, known["large"].is_pinned) == ("host", PAGE_BYTES, False)
     assert {name: status.state for name, status in known.items() if name != "large"} == dict.fromkeys(("small", "huge", "nobody"), "failed")
     assert "rank pages" in known["huge"].error
+
+
+def test_a_renewal_whose_source_is_away_says_so_and_what_is_held_is_loaded(tmp_path: Path, engine: Engine) -> None:
+    save_folder(tmp_path / "web" / "small", 4)
+    web = FileServer(tmp_path / "web")
+    store = AdapterStore(AdapterArgs(allowed_urls=[web.url]), SHAPES, tmp_path / "cache")
+    service, small = AdapterService(store, engine, max_waiting=2, page_bytes=PAGE_BYTES), ref(f"{web.url}/small")
+
+    async def work() -> None:
+        held = await service.find(small)
+        web.rules["/small/adapter_config.json"] = lambda handler: handler.reply(500) is None
+        store.forget(small)
+        with pytest.raises(AdapterFailed, match="answered 500"):
+            await service.load(small, is_renewed=True)
+        status = (await statuses(service))[small.adapter_id]
+        assert (status.state, status.version) == ("host", held.version) and "answered 500" in status.error
+        assert (await service.find(small)).version == held.version
+
+    try:
+        run(work())
+    finally:
+        web.close()
 
 
 def test_an_error_of_a_load_is_told_until_the_adapter_serves(service: AdapterService, steps: RankInProcess, root: Path) -> None:
@@ -637,6 +660,33 @@ def test_what_admins_take_back_while_it_loads_is_taken_back(service: AdapterServ
             await asyncio.sleep(0.01)
         known = (await statuses(service)).get("small")
         assert not (known and known.is_pinned) and (action == "unpin" or not (known and known.host_bytes))
+
+    run(work())
+
+
+@pytest.mark.parametrize("is_pinned", [True, False])
+def test_a_load_that_an_unload_and_another_load_have_overtaken_loads_nothing(
+    service: AdapterService, steps: RankInProcess, root: Path, is_pinned: bool
+) -> None:
+    async def work() -> None:
+        admin = ReplicaAdmin(service)
+        for _ in range(adapter_service.NUM_LOADS):
+            await service._loads.acquire()
+        await admin.change("load", "small", is_pinned)
+        while not (old := (await statuses(service))["small"].version):
+            await asyncio.sleep(0.01)
+        await admin.change("unload", "small")
+        save_folder(root / "small", 8, seed=1)
+        await admin.change("load", "small", is_pinned)
+        while (new := (await statuses(service))["small"].version) in ("", old):
+            await asyncio.sleep(0.01)
+        for _ in range(adapter_service.NUM_LOADS):
+            service._loads.release()
+        while service._tasks:
+            await asyncio.sleep(0.01)
+        status = (await statuses(service))["small"]
+        assert (status.version, status.state, status.is_pinned) == (new, "host", is_pinned)
+        assert len(steps.prepared) == 1
 
     run(work())
 

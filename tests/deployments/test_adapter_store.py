@@ -25,6 +25,18 @@ from tests.deployments.peft_folder import SHAPES, save_folder
 pytestmark = pytest.mark.slow  # downloads
 
 WEIGHTS = "adapter_model.safetensors"
+UNKNOWN = "hf_unknown"
+
+
+class Hub(HubServer):
+    """As huggingface.co: refuses a token that it does not know also what everybody may read. Fails for all others while it is away."""
+
+    is_away = False
+
+    def answer(self, handler: Handler) -> None:
+        if self._token(handler) == UNKNOWN:
+            return handler.reply(401, X_Error_Message="Invalid credentials in Authorization header")
+        return handler.reply(503) if self.is_away else super().answer(handler)
 
 
 class World:
@@ -34,7 +46,7 @@ class World:
         self.folder = folder
         for name in ("hub/org", "web", "local"):
             (folder / name).mkdir(parents=True)
-        self.hub = HubServer(folder / "hub")
+        self.hub = Hub(folder / "hub")
         self.web = FileServer(folder / "web")
         save_folder(folder / "hub" / "org" / "small", rank=4)
 
@@ -198,6 +210,80 @@ def test_what_has_become_private_is_after_a_reload_for_its_readers_alone_in_late
     assert store.find(with_token("hf_one")).is_private and world.hub.num_gets(WEIGHTS) == num_gets, (
         "a stranger takes nothing from its readers"
     )
+
+
+@pytest.mark.parametrize("is_away", [False, True])
+def test_a_token_that_the_hub_does_not_know_takes_from_nobody_what_all_may_read(world: World, is_away: bool) -> None:
+    store = world.store(default_source="hub")
+    old = store.find(HUB)
+    save_folder(world.folder / "hub" / "org" / "small", rank=4, seed=1)
+    store.forget(HUB)
+    world.hub.is_away = is_away
+    found = store.find(with_token(UNKNOWN))
+    assert (found.version == old.version) == bool(found.unrenewed) == is_away
+    world.hub.is_away = True
+    for each in (store, world.store(default_source="hub")):
+        assert each.find(HUB).version == found.version and each.names() == ["org/small"]
+
+
+def test_a_servers_token_that_the_hub_does_not_know_keeps_from_nobody_what_all_may_read(
+    world: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    world.store().find(HUB)
+    monkeypatch.setattr(adapter_store, "get_token", lambda: UNKNOWN)
+    save_folder(world.folder / "hub" / "org" / "small", rank=4, seed=1)
+    later = world.store(default_source="hub")
+    later.forget(HUB)
+    found = later.find(HUB)
+    world.hub.is_away = True
+    later.forget(HUB)
+    assert later.find(HUB).version == found.version and later.names() == ["org/small"]
+
+
+@pytest.mark.parametrize("is_gone", [False, True])
+def test_what_is_not_for_everybody_any_more_is_gone_from_disk_whoever_asks_first(world: World, is_gone: bool) -> None:
+    store = world.store(default_source="hub")
+    store.find(HUB)
+    if is_gone:
+        shutil.rmtree(world.folder / "hub" / "org" / "small")
+    else:
+        world.hub.readers["org/small"] = {"hf_one"}
+    store.forget(HUB)
+    with pytest.raises(AdapterNotFound):
+        store.find(with_token(UNKNOWN))
+    assert store.disk_bytes(HUB) == 0 and not world.store(default_source="hub").names()
+
+
+@pytest.mark.parametrize("token", ["", UNKNOWN])
+def test_a_new_version_that_comes_while_another_is_refused_stays(world: World, token: str) -> None:
+    store = world.store(default_source="hub")
+    old = store.find(HUB)
+    save_folder(world.folder / "hub" / "org" / "small", rank=4, seed=1)
+    world.hub.rules[f"/org/small/resolve/{world.hub.commit('org/small')}/{WEIGHTS}"] = hold = Hold()
+
+    is_refused = threading.Event()
+
+    def refuse_who_has_no_token(handler: Handler) -> bool:
+        if world.hub._token(handler):
+            return False
+        is_refused.set()
+        handler.reply(401, X_Error_Code="RepoNotFound")
+        return True
+
+    world.hub.rules["/api/models/org/small?blobs=true"] = refuse_who_has_no_token
+    store.forget(HUB)
+    with ThreadPoolExecutor(2) as threads:
+        good = threads.submit(store.find, with_token("hf_one"))
+        assert hold.held.wait(60)
+        refused = threads.submit(store.find, with_token(token))
+        assert is_refused.wait(60)
+        hold.released.set()
+        new = good.result(60)
+        with pytest.raises(AdapterNotFound):
+            refused.result(60)
+    for each in (store, world.store(default_source="hub")):
+        assert each.find(with_token("hf_one")).version == new.version != old.version and each.names() == ["org/small"]
+    assert world.hub.num_gets(WEIGHTS) == 2
 
 
 def test_after_forget_what_is_private_is_served_on_to_its_readers_alone_when_the_hub_is_away(world: World) -> None:

@@ -3,6 +3,7 @@
 import asyncio
 import json
 import threading
+import tracemalloc
 from collections.abc import Sequence
 from pathlib import Path
 from types import SimpleNamespace
@@ -10,6 +11,7 @@ from typing import Any
 
 import pytest
 
+from loray.deployments import chat_template
 from loray.deployments.adapter_service import AdapterService
 from loray.deployments.adapter_store import AdapterStore
 from loray.deployments.adapter_template import adapter_template
@@ -83,6 +85,55 @@ def test_an_adapters_template_is_asked_for_once_in_a_while() -> None:
 
     run(three())
     assert backend.asked == 1
+
+
+class Long(ScriptedBackend):
+    """Its adapters have long templates, and each answer is a text of its own, as over the wire."""
+
+    def __init__(self, num_chars: int) -> None:
+        super().__init__([[2]])
+        self.num_chars = num_chars
+        self.asked: list[str] = []
+
+    async def chat_template(self, adapter: AdapterRef) -> AdapterTemplate:
+        self.asked.append(adapter.adapter_id)
+        await asyncio.sleep(0)
+        return AdapterTemplate("{#\N{GRINNING FACE}" + "-" * self.num_chars + "#}" + ROLES, "1")
+
+
+@pytest.mark.parametrize(("num_chars", "token_len"), [(1_000_000, 1), (0, 4_000_000)], ids=["templates", "tokens"])
+def test_whoever_makes_up_tokens_takes_little_memory(num_chars: int, token_len: int) -> None:
+    templates = ChatTemplates(Tokenizer(HF), Long(num_chars), None)
+
+    async def ask() -> None:
+        for i in range(32):
+            ref = AdapterRef(adapter_id="pirate", api_token=str(i).zfill(token_len))
+            assert (await templates.prompt(MESSAGES, [], ref)).text == "[user]hello"
+
+    tracemalloc.start()
+    try:
+        run(ask())
+        num_bytes, _ = tracemalloc.get_traced_memory()
+    finally:
+        tracemalloc.stop()
+    assert num_bytes < 70_000_000
+
+
+def test_a_long_template_that_many_ask_for_at_once_or_that_is_replaced_often_drives_out_no_other(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(chat_template, "LIFETIME_S", 600.0)
+    backend = Long(num_chars=1_000_000)
+    templates, other, long = ChatTemplates(Tokenizer(HF), backend, None), AdapterRef(adapter_id="a"), AdapterRef(adapter_id="b")
+
+    async def ask() -> None:
+        await templates.prompt(MESSAGES, [], other)
+        await asyncio.gather(*(templates.prompt(MESSAGES, [], long) for _ in range(12)))
+        for _ in range(12):
+            templates.forget(long)
+            await templates.prompt(MESSAGES, [], long)
+        await templates.prompt(MESSAGES, [], other)
+
+    run(ask())
+    assert backend.asked == ["a", *["b"] * 24]
 
 
 class Replaced(ScriptedBackend):
