@@ -220,9 +220,9 @@ class AdapterStore:
                 adapter = self._held(wish) or self._fetch(wish, offer)
             self._unrenewed.pop(key, None)
         except AdapterNotFound:
+            if wish.token:  # a hub refuses one that it does not know also what everybody may read
+                return self._ask(replace(wish, token=""))
             if wished and known and not known.is_private:
-                if wish.token:  # a hub refuses one that it does not know also what everybody may read
-                    return self._ask(replace(wish, token=""))
                 self._withdraw(key, known)
             raise
         except AdapterFailed as error:

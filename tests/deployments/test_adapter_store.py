@@ -240,6 +240,12 @@ def test_a_servers_token_that_the_hub_does_not_know_keeps_from_nobody_what_all_m
     assert later.find(HUB).version == found.version and later.names() == ["org/small"]
 
 
+def test_a_public_adapter_is_downloaded_for_a_token_that_the_hub_does_not_know(world: World) -> None:
+    """OpenAI's client always sends one: whatever its user has made up."""
+    store, ref = world.store(), AdapterRef(adapter_id="org/small", source="hub", api_token=UNKNOWN)
+    assert store.find(ref).adapter_id == "org/small" and not store.is_private(ref)
+
+
 @pytest.mark.parametrize("is_gone", [False, True])
 def test_what_is_not_for_everybody_any_more_is_gone_from_disk_whoever_asks_first(world: World, is_gone: bool) -> None:
     store = world.store(default_source="hub")
