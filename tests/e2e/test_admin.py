@@ -19,7 +19,7 @@ from ray import serve
 
 from loray.deployments.cli import main
 from loray.deployments.errors import AdapterFailed
-from loray.deployments.registry_actor import NAMESPACE
+from loray.deployments.registry_actor import NAMESPACE, registry_name
 from tests.e2e.conftest import App
 from tests.e2e.patience import PATIENCE_S
 from tests.models.tiny_llama import save_adapter
@@ -42,8 +42,9 @@ def app(start_app: Callable[..., Any], tiny_model: Path, root: Path) -> Iterator
     args = {"model": {"id": str(tiny_model)}, "adapters": {"local_roots": [root], "max_waiting": 8}, "api_keys": {"admin": "open"}}
     args["scheduler"] = {"max_running": 2}
     with start_app(NAME, **args, driver={"min_replicas": 2, "max_replicas": 2}) as app:
+        assert has_registry()
         yield app
-    wait_until(lambda: not registries())
+    wait_until(lambda: not has_registry())
 
 
 def ask(app: App, method: str, path: str = "", **kwargs: Any) -> httpx.Response:
@@ -80,14 +81,12 @@ def replica_pids(deployment: str) -> list[int]:
     return pids
 
 
-def registries() -> list[str]:
-    """The names of all that live in this cluster."""
-    return [actor["name"] for actor in ray.util.list_named_actors(all_namespaces=True) if actor["namespace"] == NAMESPACE]
+def has_registry() -> bool:
+    return {"name": registry_name(NAME), "namespace": NAMESPACE} in ray.util.list_named_actors(all_namespaces=True)
 
 
 def kill_registry() -> None:
-    (name,) = registries()
-    ray.kill(ray.get_actor(name, NAMESPACE), no_restart=False)
+    ray.kill(ray.get_actor(registry_name(NAME), NAMESPACE), no_restart=False)
 
 
 def kill_all(deployment: str) -> None:
