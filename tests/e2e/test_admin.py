@@ -42,7 +42,7 @@ def app(start_app: Callable[..., Any], tiny_model: Path, root: Path) -> Iterator
     args = {"model": {"id": str(tiny_model)}, "adapters": {"local_roots": [root], "max_waiting": 8}, "api_keys": {"admin": "open"}}
     args["scheduler"] = {"max_running": 2}
     with start_app(NAME, **args, driver={"min_replicas": 2, "max_replicas": 2}) as app:
-        assert has_registry()
+        wait_until(has_registry)
         yield app
     wait_until(lambda: not has_registry())
 
