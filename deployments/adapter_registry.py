@@ -38,6 +38,7 @@ class News(msgspec.Struct, frozen=True, kw_only=True):
     question: int = 0  # newer than the replica's: report your statuses
     records: AdapterRecords | None = None  # None = nothing new
     wants_records: bool = False  # the registry is new and asks the replica for the set
+    is_over: bool = False  # the application is being deleted, and nobody is to bring its set to the next by its name
 
 
 class Report(msgspec.Struct, frozen=True, kw_only=True):
@@ -85,6 +86,7 @@ class AdapterRegistry:
     def __init__(self, patience: Patience | None = None) -> None:
         self._patience = patience or Patience()
         self._epoch = uuid.uuid4().hex
+        self.is_over = False  # set from any thread
         self._set = AdapterSet()
         self._replicas: dict[str, _Replica] = {}
         self._question = time.time_ns() // 1_000_000  # beyond all of an earlier registry, whose answers may come late
@@ -95,6 +97,8 @@ class AdapterRegistry:
     async def changes(self, poll: bytes) -> bytes:
         """News, once there are newer ones than the replica's; after a while, that there are none."""
         asked = msgspec.msgpack.decode(poll, type=Poll)
+        if self.is_over:
+            return msgspec.msgpack.encode(News(epoch=self._epoch, is_over=True))
         if asked.epoch not in ("", self._epoch):
             return msgspec.msgpack.encode(News(epoch=self._epoch, wants_records=True))
         replica = self._replicas.setdefault(asked.replica_id, _Replica())
@@ -102,12 +106,14 @@ class AdapterRegistry:
         replica.num_polls += 1
         self._tell()
         try:
-            await self._until(lambda: self._set.number > asked.number or self._question > asked.question, self._patience.poll_s)
+            await self._until(
+                lambda: self.is_over or self._set.number > asked.number or self._question > asked.question, self._patience.poll_s
+            )
         finally:
             replica.num_polls -= 1
             replica.last_seen = time.monotonic()
         records = self._set.snapshot() if self._set.number > asked.number else None
-        return msgspec.msgpack.encode(News(epoch=self._epoch, question=self._question, records=records))
+        return msgspec.msgpack.encode(News(epoch=self._epoch, question=self._question, records=records, is_over=self.is_over))
 
     async def report(self, report: bytes) -> None:
         said = msgspec.msgpack.decode(report, type=Report)

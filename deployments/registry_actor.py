@@ -20,6 +20,7 @@ from loray.deployments.adapter_registry import AdapterRegistry
 NAMESPACE = "loray"
 MAX_CALLS = 10_000  # at once; a driver has one under way, an admin another
 LOOK_S = 2.0  # between two looks at the application, 30 ms of a core each; Serve takes longer to delete one
+TELL_S = 1.0  # all who follow that they need not any more
 PATIENCE_S = 60.0  # with Serve, which may be restarted
 LONELY_S = 3600.0  # longer than a new driver takes to read its model
 
@@ -36,20 +37,20 @@ class RegistryActor(AdapterRegistry):
         return await super().changes(poll)
 
     def _end_with(self, application: str, itself: Any) -> None:
-        """One that is deployed while its predecessor by the same name is deleted is another application."""
-        seen, was_deleted = time.monotonic(), False
+        seen = time.monotonic()
         while time.monotonic() < min(seen + PATIENCE_S, self._followed + LONELY_S):
             time.sleep(LOOK_S)
             try:
                 known = serve.status().applications.get(application)
             except Exception:  # Serve does not answer
-                if was_deleted:
-                    break
                 continue
-            is_deleted = known is not None and known.status == ApplicationStatus.DELETING
-            if known is None or (was_deleted and not is_deleted):
+            if known is None:
                 break
-            seen, was_deleted = time.monotonic(), is_deleted
+            if known.status == ApplicationStatus.DELETING:  # its drivers may take minutes to end what they have
+                self.is_over = True
+                time.sleep(TELL_S)
+                break
+            seen = time.monotonic()
         ray.kill(itself)
 
 

@@ -44,11 +44,14 @@ class RegistryFollower:
         self._answering: asyncio.Task[None] | None = None
 
     async def run(self) -> None:
-        """Until cancelled."""
+        """Until cancelled, or until the application is deleted."""
         is_lost = False
         while True:
             try:
-                await self._follow(await self._poll())
+                news = await self._poll()
+                if news.is_over:
+                    return
+                await self._follow(news)
                 is_lost = False
             except Exception as error:  # whatever it is, this replica can serve without
                 if not is_lost:

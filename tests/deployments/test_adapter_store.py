@@ -246,6 +246,16 @@ def test_a_public_adapter_is_downloaded_for_a_token_that_the_hub_does_not_know(w
     assert store.find(ref).adapter_id == "org/small" and not store.is_private(ref)
 
 
+def test_what_has_become_public_is_served_to_a_token_that_the_hub_does_not_know(world: World) -> None:
+    world.hub.readers["org/small"] = {"hf_one"}
+    store = world.store()
+    version = store.find(with_token("hf_one")).version
+    with pytest.raises(AdapterNotFound):
+        store.find(with_token("hf_two"))
+    del world.hub.readers["org/small"]
+    assert store.find(with_token(UNKNOWN)).version == version
+
+
 @pytest.mark.parametrize("is_gone", [False, True])
 def test_what_is_not_for_everybody_any_more_is_gone_from_disk_whoever_asks_first(world: World, is_gone: bool) -> None:
     store = world.store(default_source="hub")

@@ -120,3 +120,17 @@ def test_undoing_a_change_that_changed_nothing_does_nothing() -> None:
     loaded = records.change(change("load"))
     records.undo(records.change(change("unpin")))
     assert records.snapshot().records == [loaded.record]
+
+
+def test_who_follows_a_registry_of_an_application_that_is_deleted_stops_and_brings_its_set_to_no_other() -> None:
+    async def scenario() -> None:
+        handle = Handle(SHORT)
+        async with replicas(handle, "draining") as (draining,):
+            await tell(handle, change("load", api_token="secret"))
+            handle.registry.is_over = True
+            await until(draining.task.done)
+            handle.rebuild()
+            await asyncio.sleep(0.1)
+            assert not handle.registry._set.snapshot().records
+
+    run(scenario())

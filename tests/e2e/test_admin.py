@@ -12,11 +12,14 @@ from pathlib import Path
 from typing import Any
 
 import httpx
+import msgspec
 import psutil
 import pytest
 import ray
 from ray import serve
+from ray.exceptions import RayActorError
 
+from loray.deployments.adapter_registry import News, Poll
 from loray.deployments.cli import main
 from loray.deployments.errors import AdapterFailed
 from loray.deployments.registry_actor import NAMESPACE, registry_name
@@ -85,8 +88,19 @@ def has_registry() -> bool:
     return {"name": registry_name(NAME), "namespace": NAMESPACE} in ray.util.list_named_actors(all_namespaces=True)
 
 
+def epoch_of_registry() -> str:
+    """Empty while it is not there."""
+    poll = msgspec.msgpack.encode(Poll(replica_id="a test", epoch="another"))
+    with contextlib.suppress(RayActorError):
+        news = ray.get(ray.get_actor(registry_name(NAME), NAMESPACE).changes.remote(poll))
+        return msgspec.msgpack.decode(news, type=News).epoch
+    return ""
+
+
 def kill_registry() -> None:
+    before = epoch_of_registry()
     ray.kill(ray.get_actor(registry_name(NAME), NAMESPACE), no_restart=False)
+    wait_until(lambda: epoch_of_registry() not in ("", before))
 
 
 def kill_all(deployment: str) -> None:
