@@ -13,6 +13,7 @@ HALF_SENT = 100  # bytes that come before the wait
 
 class FileServer(ThreadingHTTPServer):
     daemon_threads = True
+    request_queue_size = 128  # as real servers have; beyond the usual 5, who connects waits a second to try again
 
     def __init__(self, folder: Path) -> None:
         super().__init__(("127.0.0.1", 0), partial(_Handler, directory=str(folder)))
