@@ -1,6 +1,5 @@
 """Adapters behind URLs, read through fsspec, from the places that the configuration lists and from no other. Keeps no files."""
 
-import asyncio
 import re
 import threading
 import time
@@ -11,7 +10,6 @@ from typing import Any
 
 import aiohttp
 import fsspec  # type: ignore[import-untyped]
-from fsspec.asyn import sync  # type: ignore[import-untyped]
 from fsspec.callbacks import Callback  # type: ignore[import-untyped]
 
 from loray.deployments.adapter_sources import EXTRA_FILES, FILES, PICKLE_FILE, URL_SCHEMES, Offer, Place, missing_file, normal_url
@@ -23,7 +21,6 @@ from loray.models.model_folder import one_line
 NUM_ATTEMPTS = 3
 PAUSE_S = 0.5  # between them
 ANSWER_S = 10  # for a source to say what it has, and for credentials; the libraries try again for minutes
-SPARE_S = 1  # for its answer to come here
 HTTP_SCHEMES = ("https", "http")
 QUERY = re.compile(r"\?\S+")  # of a URL that a library quotes: it may hold a token of storage_options
 EXTRAS = {"s3": "s3", "gs": "gcs", "az": "az"}  # scheme -> which of loray's extras brings its library
@@ -57,17 +54,20 @@ class UrlSource:
 
     def describe(self, place: Place, token: str) -> Offer:
         self.check(place)
-        config, *others = (*FILES, *EXTRA_FILES)
-        found = self._infos(place, [config])
-        if found[config] is None:
-            raise AdapterNotFound(f"adapter {place.name!r}: there is no {config}")
-        found |= self._infos(place, others)
+        infos: dict[str, dict[str, Any]] = {}
         for name in FILES:
-            if (info := found[name]) is None:
-                raise missing_file(place, name, has_pickle=self._infos(place, [PICKLE_FILE])[PICKLE_FILE] is not None)
+            info = self._info(place, name)
+            if info is None and not infos:
+                raise AdapterNotFound(f"adapter {place.name!r}: there is no {name}")
+            if info is None:
+                raise missing_file(place, name, has_pickle=self._info(place, PICKLE_FILE) is not None)
             if not isinstance(info.get("size"), int):
                 raise AdapterFailed(f"adapter {place.name!r}: the server does not say how large {name} is")
-        infos = {name: info for name, info in found.items() if info and isinstance(info.get("size"), int)}
+            infos[name] = info
+        for name in EXTRA_FILES:
+            info = self._extra_info(place, name)
+            if info and isinstance(info.get("size"), int):
+                infos[name] = info
         digests = {name: digest for name, info in infos.items() if (digest := told_digest(place.source, info))}
         sizes, stamp = {name: info["size"] for name, info in infos.items()}, _stamp(infos)
         changed = () if stamp else tuple(info.get("Last-Modified", "") for info in infos.values())
@@ -87,15 +87,25 @@ class UrlSource:
     def _is_allowed(self, url: str) -> bool:
         return any(url == allowed or url.startswith(f"{allowed}/") for allowed in self._allowed)
 
-    def _infos(self, place: Place, names: list[str]) -> dict[str, dict[str, Any] | None]:
-        """None: there is no such file. All are asked for at once, for each waits its turn among all that this process does."""
+    def _info(self, place: Place, name: str) -> dict[str, Any] | None:
+        """None: there is no such file."""
         try:
-            system = self._system(place.source)
-            paths = [f"{place.address}/{name}" for name in names]
-            answers = sync(system.loop, _answers, system, paths, timeout=ANSWER_S + SPARE_S)
+            info: dict[str, Any] = self._system(place.source).info(f"{place.address}/{name}", timeout=ANSWER_S)
+        except FileNotFoundError as error:
+            reason = error.__cause__  # over HTTP fsspec says "not found" to all that goes wrong
+            if reason is None or place.source not in HTTP_SCHEMES or getattr(reason, "status", None) in (404, 410):
+                return None
+            raise _failed(place, reason) from None
         except Exception as error:  # of each storage's own library
             raise _failed(place, error) from None
-        return {name: _info(place, name, answer) for name, answer in zip(names, answers, strict=True)}
+        return info if info["type"] == "file" else None
+
+    def _extra_info(self, place: Place, name: str) -> dict[str, Any] | None:
+        """A storage may say "forbidden" to what is not there; an adapter without a template is still an adapter."""
+        try:
+            return self._info(place, name)
+        except AdapterFailed:
+            return None
 
     def _fetch_file(self, place: Place, offer: Offer, name: str, file: Path) -> None:
         size = offer.files[name]
@@ -183,25 +193,6 @@ def _guard(is_allowed: Callable[[str], bool]) -> aiohttp.ClientMiddlewareType:
         return await send(request)
 
     return guard
-
-
-async def _answers(system: Any, paths: list[str]) -> list[Any]:
-    """What the file system has of each, or the error."""
-    asked = (asyncio.wait_for(system._info(path), ANSWER_S) for path in paths)
-    return await asyncio.gather(*asked, return_exceptions=True)
-
-
-def _info(place: Place, name: str, answer: Any) -> dict[str, Any] | None:
-    if isinstance(answer, FileNotFoundError):
-        reason = answer.__cause__  # over HTTP fsspec says "not found" to all that goes wrong
-        if reason is None or place.source not in HTTP_SCHEMES or getattr(reason, "status", None) in (404, 410):
-            return None
-        answer = reason
-    if isinstance(answer, BaseException):
-        if name in EXTRA_FILES:  # a storage may say "forbidden" to what is not there; an adapter without a template is still an adapter
-            return None
-        raise _failed(place, answer) from None
-    return answer if answer["type"] == "file" else None
 
 
 def _stamp(infos: dict[str, dict[str, Any]]) -> str:
