@@ -1,5 +1,6 @@
 """Host memory for adapters, which come and go: it is the machine's again once its tensor is dropped. Knows nothing of them."""
 
+import atexit
 import logging
 import mmap
 import threading
@@ -14,6 +15,7 @@ from torch import Tensor
 
 logger = logging.getLogger("loray.adapters")
 MIN_MAPPED_BYTES = 1 << 20  # what is smaller fills the allocator's gaps instead of making them
+END_S = 10.0  # a GPU that hangs shall not hold up the end of the process
 
 Pinned = tuple[int, mmap.mmap]  # address
 
@@ -55,16 +57,24 @@ def register(values: Tensor) -> str:
 
 
 @cache
-def _dropped() -> "SimpleQueue[Pinned]":
+def _dropped() -> "SimpleQueue[Pinned | None]":
     """In it, memory waits to be unpinned by a thread of its own: who drops a tensor, between two steps, must not wait for the GPU."""
-    dropped: SimpleQueue[Pinned] = SimpleQueue()
-    threading.Thread(target=_unpin_all, args=(dropped,), name="host-memory", daemon=True).start()
+    dropped: SimpleQueue[Pinned | None] = SimpleQueue()
+    thread = threading.Thread(target=_unpin_all, args=(dropped,), name="host-memory", daemon=True)
+    thread.start()
+    atexit.register(_end, dropped, thread)
     return dropped
 
 
-def _unpin_all(dropped: "SimpleQueue[Pinned]") -> None:
-    while True:
-        _unpin(*dropped.get())
+def _end(dropped: "SimpleQueue[Pinned | None]", thread: threading.Thread) -> None:
+    """A thread that comes back from CUDA after the interpreter has ended brings the process down with an abort (Python below 3.14)."""
+    dropped.put(None)
+    thread.join(END_S)
+
+
+def _unpin_all(dropped: "SimpleQueue[Pinned | None]") -> None:
+    while pinned := dropped.get():
+        _unpin(*pinned)
 
 
 def _unpin(address: int, mapping: mmap.mmap) -> None:

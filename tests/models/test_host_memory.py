@@ -1,5 +1,7 @@
 """Memory for adapters goes back to the machine, whatever else lives on beside it; on a GPU, pinned memory too."""
 
+import subprocess
+import sys
 import time
 from collections.abc import Callable
 
@@ -12,6 +14,13 @@ from loray.models.host_memory import MIN_MAPPED_BYTES, host_tensor, register
 MIB = 1 << 20
 NUM = 24
 ON_GPU = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA GPU")]
+DROP_AND_END = """
+import torch
+from loray.models.host_memory import host_tensor
+values = [host_tensor(1 << 20, torch.float32, is_pinned=True) for _ in range(200)]
+copies = [one.to("cuda", non_blocking=True) for one in values]
+del values
+"""
 IS_PINNED = [False, pytest.param(True, marks=ON_GPU)]
 
 
@@ -93,3 +102,7 @@ class TestOnGpu:
         values = filled(4 * MIB, is_pinned=True)
         assert register(values), "it is pinned already"
         assert float(torch.ones(3, device="cuda").sum()) == 3
+
+    def test_a_process_that_ends_while_memory_is_unpinned_ends_well(self) -> None:
+        ended = subprocess.run([sys.executable, "-c", DROP_AND_END], capture_output=True, text=True, timeout=120)
+        assert (ended.returncode, ended.stderr) == (0, "")
