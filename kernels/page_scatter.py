@@ -32,6 +32,6 @@ def _scatter_kernel(source, pieces, STEP: tl.constexpr, BLOCK: tl.constexpr):  #
     width, num_rows, num_there = tl.multiple_of(tl.load(piece + 2), STEP), tl.load(piece + 3), tl.load(piece + 5)
     if row < num_rows and tl.program_id(2) * BLOCK < width:
         first = tl.multiple_of(tl.load(piece + 4) + row * width, STEP)
-        values = tl.load(source + first + column, mask=(column < width) & (row < num_there), other=0.0)
+        values = tl.load(source + first + column, mask=column < tl.where(row < num_there, width, 0), other=0.0)
         place = tl.load(piece).to(tl.pointer_type(source.dtype.element_ty)) + row * tl.load(piece + 1)
         tl.store(tl.multiple_of(place, STEP * source.dtype.element_ty.primitive_bitwidth // 8) + column, values, mask=column < width)

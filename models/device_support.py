@@ -16,6 +16,8 @@ def check_device(
 ) -> None:
     """head_dim: None where transformers attends, or before it is known."""
     if device.type == "cuda":
+        if torch.version.hip:  # its GPUs go by the same name
+            raise UnsupportedDevice(f"this torch is made for ROCm {torch.version.hip}; on a GPU loray needs one that is made for CUDA")
         name, capability = torch.cuda.get_device_name(device), torch.cuda.get_device_capability(device)
         check_gpu(name, capability, head_dim, has_float8_cache, has_float8_weights)
 

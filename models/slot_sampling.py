@@ -23,6 +23,7 @@ from loray.models.watermark import green_bias
 Ints = NDArray[np.int64]
 HIGHEST_TEMPERATURE = 1e30  # infinity would make a number of what is impossible
 MAX_TOKENS = 2**31  # no vocabulary has more
+TOKENS_AT_ONCE = 1 << 21  # that are looked at for penalties: 90 MB
 
 
 @dataclass(frozen=True, slots=True)
@@ -136,10 +137,7 @@ class SlotSampling:
     def _shape(self, scores: Tensor, slots: Ints, rows: SamplingRows) -> Tensor:
         is_penalised = (rows["repetition_penalty"] != 1) | (rows["frequency_penalty"] != 0) | (rows["presence_penalty"] != 0)
         if is_penalised.any():
-            places, penalised_slots = self._upload(is_penalised.nonzero()[0], slots[is_penalised])
-            penalised = rows[is_penalised]
-            tokens = self._tokens[penalised_slots, : int(penalised["position"].max())]
-            scores[places] = penalise(scores[places], tokens, penalised)
+            self._penalise(scores, slots, rows, is_penalised.nonzero()[0])
         self._add_biases(scores, slots)
         if rows["is_watermarked"].any():
             before = slots * self._tokens.shape[1] + rows["position"] - 1
@@ -151,6 +149,14 @@ class SlotSampling:
         self._grammars.mask(scores, slots.tolist(), unwanted)
         self._ban(scores, [[] if slot in self._grammars else ids for slot, ids in zip(slots.tolist(), unwanted, strict=True)])
         return scores
+
+    def _penalise(self, scores: Tensor, slots: Ints, rows: SamplingRows, places: Ints) -> None:
+        """A few places at once, if they have many tokens: no step takes more than a little beside what the first ones took."""
+        num_rows = max(1, TOKENS_AT_ONCE // int(rows["position"][places].max()))
+        for some in np.split(places, range(num_rows, len(places), num_rows)):
+            where, its_slots = self._upload(some, slots[some])
+            tokens = self._tokens[its_slots, : int(rows["position"][some].max())]
+            scores[where] = penalise(scores[where], tokens, rows[some])
 
     def _add_biases(self, scores: Tensor, slots: Ints) -> None:
         found = [(row, *self._biases[slot]) for row, slot in enumerate(slots.tolist()) if slot in self._biases]

@@ -75,10 +75,13 @@ def _most_tokens(page_ids: list[int], limits: StepLimits) -> Step:
 
 def _many_that_share(limits: StepLimits) -> Iterator[Step]:
     """The last tokens of so many that all have too many keys to be copied, if there may be so many."""
-    num_new = limits.longest % limits.sizes.block_size + limits.sizes.block_size
-    count = limits.sizes.most_copied_keys // limits.longest + 1
-    if num_new <= limits.longest and count <= limits.sizes.max_running and count * num_new <= limits.sizes.max_batch_tokens:
-        yield _ends([limits.longest] * count, num_new, [], limits)
+    sizes = limits.sizes
+    for num_new in range(2, min(2 * sizes.block_size, limits.longest + 1)):  # one alone would be a decode
+        num_keys = (limits.longest - num_new) // sizes.block_size * sizes.block_size + num_new
+        count = sizes.most_copied_keys // num_keys + 1
+        if count <= sizes.max_running and count * num_new <= sizes.max_batch_tokens:
+            yield _ends([limits.longest] * count, num_new, [], limits)
+            return
 
 
 def _ends(lengths: list[int], max_new: int, page_ids: list[int], limits: StepLimits) -> Step:

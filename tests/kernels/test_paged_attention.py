@@ -21,7 +21,7 @@ if not IS_INTERPRETED:  # numpy, which stands in for the GPU there, has no bfloa
     TOLERANCE[torch.bfloat16] = 1.6e-2
 BLOCK_SIZE = 16
 # query heads, key heads, head_dim
-HEADS = [(4, 1, 64), (9, 3, 64), (3, 3, 80), (6, 2, 96), (8, 2, 128), (2, 1, 256), (7, 1, 112), (32, 2, 64)]
+HEADS = [(4, 1, 64), (9, 3, 64), (3, 3, 80), (6, 2, 96), (8, 2, 128), (2, 1, 256), (7, 1, 112), (32, 2, 64), (40, 1, 64), (71, 1, 128)]
 SCORINGS = {
     "plain": Scoring(0.1),
     "window": Scoring(0.1, window=21),
@@ -31,7 +31,7 @@ SCORINGS = {
 }
 # What a GPU compiles anew: every size of heads with one scoring, one size with every scoring.
 COMPILED = [
-    *zip(HEADS, ["both", "cap", "window", "both", "plain", "window", "cap", "plain"], strict=True),
+    *zip(HEADS, ["both", "cap", "window", "both", "plain", "window", "cap", "plain", "both", "cap"], strict=True),
     *((HEADS[4], name) for name in ["window", "cap", "both"]),
 ]
 FLOAT8, FLOAT8_SCALES = torch.float8_e4m3fn, (0.5, 3.0)  # of keys and of values

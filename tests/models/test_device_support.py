@@ -19,7 +19,7 @@ from loray.models.causal_lm import CausalLMRunner
 from loray.models.cuda_graph import DecodeGraphs
 from loray.models.decode_inputs import DecodeInputs
 from loray.models.device_memory import claimed, fits
-from loray.models.device_support import UnsupportedDevice, check_gpu
+from loray.models.device_support import UnsupportedDevice, check_device, check_gpu
 from loray.models.kv_cache import KVCache
 from loray.models.llama import LlamaMLP
 from loray.models.parallel import Parallel
@@ -51,6 +51,12 @@ SIZES = RunnerSizes(4, 128)
 def test_what_a_gpu_lacks_is_named(capability: tuple[int, int], head_dim: int, float8: tuple[bool, bool], words: str) -> None:
     with pytest.raises(UnsupportedDevice, match=words):
         check_gpu("Card", capability, head_dim, *float8)
+
+
+def test_a_gpu_of_another_maker_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.version, "hip", "7.1")
+    with pytest.raises(UnsupportedDevice, match=r"this torch is made for ROCm 7\.1; on a GPU loray needs one that is made for CUDA"):
+        check_device(torch.device("cuda"))
 
 
 @pytest.mark.parametrize(("capability", "has_float8"), [((8, 0), False), ((8, 9), True), ((9, 0), True), ((10, 0), True)])
@@ -301,27 +307,33 @@ def test_a_rank_that_runs_out_of_memory_in_a_decode_with_the_others_says_so_and_
         ThreadGroup(2).run(captured)
 
 
-def test_what_does_not_fit_is_found_before_graphs_are_captured(base: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(("is_beside_graphs", "num_captures"), [(False, 1), (True, 6)])
+def test_what_does_not_fit_is_found_before_graphs_are_captured_and_beside_them(
+    is_beside_graphs: bool, num_captures: int, base: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(runner_module, "uses_triton", lambda device: True)
-    execute, num_captures = Runner.execute, []
+    execute, captures = Runner.execute, []
 
     class Captured:
+        is_captured = False
+
         def capture(self, *args: object) -> bool:
-            num_captures.append(1)
+            captures.append(self)
+            self.is_captured = True
             return True
 
         def can_run(self, layout: object) -> bool:
             return False
 
     def execute_few(self: Runner, step: Step) -> StepResult:
-        self._graphs = Captured()  # type: ignore[assignment]
-        if len(self._kv_cache.layers[0].blocks) > 60:  # type: ignore[union-attr]
+        self._graphs = graphs = self._graphs or Captured()  # type: ignore[assignment]
+        if graphs.is_captured == is_beside_graphs and len(self._kv_cache.layers[0].blocks) > 60:  # type: ignore[union-attr]
             raise out_of_memory()
         return execute(self, step)
 
     monkeypatch.setattr(Runner, "execute", execute_few)
     assert Runner(base, Parallel(), torch.device("cpu"), torch.float32, SIZES).allocate(100, 8) == 57  # 100, 90, 81, 72, 64
-    assert num_captures == [1]
+    assert len(captures) == num_captures
 
 
 def test_capturing_ends_when_its_time_is_over(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -8,6 +8,7 @@ import torch
 from loray.kernels import native
 from loray.kernels.half_linear import HAS_HALF_LINEAR, HalfMatrix
 from loray.kernels.native_linear import NativeMatrix
+from tests.kernels.triton_marks import ON_GPU
 from tests.models.conductor import Conductor, Request, prompt_of
 from tests.models.families import FAMILIES, Adapter, base_oracle, config_of, random_model, save_adapter
 from tests.models.tiny_llama import oracle_generate
@@ -15,14 +16,15 @@ from tests.models.tiny_llama import oracle_generate
 pytestmark = pytest.mark.slow
 
 
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=ON_GPU)])
 @pytest.mark.parametrize("name", FAMILIES)
-def test_half_precision_stays_near_float32(tmp_path: Path, name: str) -> None:
+def test_half_precision_stays_near_float32(tmp_path: Path, name: str, device: str) -> None:
     family = FAMILIES[name]
     random_model(config_of(family), family.norm_center).save_pretrained(tmp_path / "base")
     adapter = save_adapter(tmp_path / "base", tmp_path / "adapter", Adapter(8))
     logprobs = {}
-    for dtype in (torch.float32, torch.bfloat16, torch.float16):
-        conductor = Conductor(tmp_path / "base", dtype=dtype)
+    for place, dtype in (("cpu", torch.float32), (device, torch.bfloat16), (device, torch.float16)):
+        conductor = Conductor(tmp_path / "base", device=place, dtype=dtype)
         conductor.load(adapter, [3])
         requests = [Request(prompt_of(20), num_new=1), Request(prompt_of(9, seed=1), [3], num_new=1)]
         logprobs[dtype] = [output.logprobs[0] for output in conductor.play(requests, chunk=7, stagger=1)]

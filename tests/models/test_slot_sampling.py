@@ -19,6 +19,7 @@ from transformers import (
 )
 
 from loray.kernels.greedy import LOWEST_LOGPROB
+from loray.models import slot_sampling
 from loray.models.grammar_masks import GrammarMasks
 from loray.models.sampler import LOWEST_TEMPERATURE
 from loray.models.slot_sampling import Sampled, SlotSampling
@@ -145,7 +146,11 @@ def everything_differently(i: int) -> Sampling:
     )
 
 
-def test_sixteen_rows_that_differ_in_everything_each_get_what_they_get_alone() -> None:
+@pytest.mark.parametrize("tokens_at_once", [100, slot_sampling.TOKENS_AT_ONCE])  # the most that are looked at for penalties
+def test_sixteen_rows_that_differ_in_everything_each_get_what_they_get_alone(tokens_at_once: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    shapes, penalise = [], slot_sampling.penalise
+    monkeypatch.setattr(slot_sampling, "TOKENS_AT_ONCE", tokens_at_once)
+    monkeypatch.setattr(slot_sampling, "penalise", lambda *inputs: (shapes.append(inputs[1].shape), penalise(*inputs))[1])
     prompts = [[(7 * i + j) % VOCAB for j in range(1 + 2 * i)] for i in range(16)]
     together, alone = Rank(), [Rank() for _ in range(16)]
     for slot, prompt in enumerate(prompts):
@@ -163,6 +168,8 @@ def test_sixteen_rows_that_differ_in_everything_each_get_what_they_get_alone() -
             assert (found.token_ids[row], found.logprobs[row]) == (expected.token_ids[0], expected.logprobs[0])
             assert found.alternatives.get(row) == expected.alternatives.get(0)
             assert len(found.alternatives.get(row, [])) == slot % 4
+    assert max(num_rows * num_columns for num_rows, num_columns in shapes) <= tokens_at_once
+    assert max(num_rows for num_rows, _ in shapes) > 1
 
 
 def test_a_row_goes_on_alike_after_it_was_recomputed() -> None:

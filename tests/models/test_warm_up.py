@@ -136,6 +136,29 @@ def test_the_last_step_has_the_most_tokens_over_the_longest_sequences(
 
 
 @pytest.mark.parametrize(
+    ("sizes", "expected"),
+    [
+        (RunnerSizes(256, 1024, 16, 512), (33, 2, 1010)),
+        (RunnerSizes(256, 4096, 16, 64), (9, 2, 4082)),
+        (RunnerSizes(130, 256, 16, 2048), (130, 13, 253)),  # with fewer new tokens, fewer lie before
+        (RunnerSizes(128, 256, 16, 2048), None),
+        (RunnerSizes(256, 1024, 16, 65), None),
+        (RunnerSizes(8, 1, 16, 8), None),
+    ],
+)
+def test_a_step_has_just_more_keys_of_prompts_than_are_copied_wherever_one_may(
+    sizes: RunnerSizes, expected: tuple[int, int, int] | None
+) -> None:
+    found = None
+    for step in warm_up_steps(StepLimits(sizes, num_blocks=1000, num_pages=0)):
+        lengths = {len(admission.token_ids) for admission in step.admissions}
+        if sum(len(admission.token_ids) for admission in step.admissions) > sizes.most_copied_keys:
+            [num_new], [length] = {row.num_tokens for row in step.rows}, lengths
+            found = len(step.rows), num_new, length
+    assert found == expected
+
+
+@pytest.mark.parametrize(
     ("sizes", "num_blocks", "num_pages"),
     [(RunnerSizes(1, 2, 16, 1), 1, 0), (RunnerSizes(1, 40, 16, 8), 1, 1), (RunnerSizes(3, 600, 16, 700), 90, 4)],
 )
