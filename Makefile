@@ -26,8 +26,10 @@ serve: $(STAMP)  ## serve the model of serve_config.yaml here (MODEL= TP= PORT= 
 	@mkdir -p adapters
 	@exec $(BIN)/loray serve $(if $(MODEL),--model '$(MODEL)') $(if $(TP),--tensor-parallel-size '$(TP)') $(if $(PORT),--port '$(PORT)')
 
+# Where Triton is, as on x86, its interpreter runs the GPU's kernels.
 test: lint  ## lint, then every test but those for a GPU and the soak
 	@$(SIDE_BY_SIDE) -m "not gpu and not soak"
+	@! $(BIN)/python -c 'import triton' 2> /dev/null || TRITON_INTERPRET=1 $(SIDE_BY_SIDE) -m "gpu and not slow" tests/kernels
 	@$(PYTEST) -m "not gpu and not soak" tests/e2e
 
 check: lint  ## lint and the fast tests

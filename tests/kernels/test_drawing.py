@@ -11,7 +11,7 @@ from transformers import TopKLogitsWarper, TopPLogitsWarper
 from loray.kernels import drawing
 from loray.kernels.drawing import draw
 from loray.kernels.noise import gumbel_noise
-from tests.kernels.triton_marks import BACKENDS, DEVICES, DTYPES, IS_INTERPRETED, framed
+from tests.kernels.triton_marks import BACKENDS, DEVICES, DTYPES, IS_INTERPRETED, SLOWLY_INTERPRETED, framed
 
 INF = float("inf")
 EDGE = 1e-5  # of the mass: by rounding a token may fall to either side
@@ -60,7 +60,10 @@ def assert_drawn(tokens: Tensor, scores: Tensor, limits: tuple[Tensor, Tensor, T
 @pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("spread", [0.01, 1.0, 6.0])
-@pytest.mark.parametrize("vocab_size", [1, 257, 8192, 12_000, pytest.param(128256, marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    "vocab_size",
+    [1, 257, *(pytest.param(size, marks=SLOWLY_INTERPRETED) for size in (8192, 12_000)), pytest.param(128256, marks=pytest.mark.slow)],
+)
 def test_a_draw_is_the_largest_with_its_noise_among_those_that_are_left(
     backend: str, dtype: torch.dtype, spread: float, vocab_size: int
 ) -> None:
@@ -75,7 +78,7 @@ def test_a_draw_is_the_largest_with_its_noise_among_those_that_are_left(
 
 @pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize(("top_k", "top_p"), [(0, 1.0), (3, 1.0), (0, 0.7), (4, 0.8)])
-@pytest.mark.parametrize("offset", [0.0, 100.0, -100.0])
+@pytest.mark.parametrize("offset", [pytest.param(offset, marks=SLOWLY_INTERPRETED) for offset in (0.0, 100.0, -100.0)])
 def test_draws_follow_the_softmax_of_those_that_are_left(backend: str, offset: float, top_k: int, top_p: float) -> None:
     """However large the scores are: exp(100) is infinite."""
     num_draws = 100 if IS_INTERPRETED and backend == "triton" else 40_000

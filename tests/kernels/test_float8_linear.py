@@ -8,12 +8,11 @@ from torch import Tensor
 
 from loray.kernels import float8_linear
 from loray.kernels.float8_linear import FLOAT8, Float8Matrix, pack_float8, quantise_rows
-from tests.kernels.triton_marks import BACKENDS, DEVICES, DTYPES, IS_INTERPRETED, TOLERANCE, framed, is_whole
+from tests.kernels.triton_marks import BACKENDS, DEVICES, DTYPES, IS_INTERPRETED, REAL_GPU, TOLERANCE, framed, is_whole
 
 HALF_UNIT = 2.0**-4  # of a number's last place in float8, relative to the number
 LEAST_HALF = 2.0**-10  # the same of the smallest numbers
 SHAPES = [(1, 16), (1, 4096), (17, 48), (17, 16), (3, 4112), (5, 11008), (2, 1)]
-REAL_GPU = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA GPU")]
 
 
 def kernels_of(backend: str) -> ModuleType:

@@ -11,9 +11,9 @@ from tests.kernels.test_lora_segments import expected_of
 from tests.kernels.test_paged_attention import DEVICE, PagedCase, assert_equal
 from tests.kernels.test_paged_prefill import prompts_of, starts_of
 from tests.kernels.test_varlen_attention import assert_gathered
-from tests.kernels.triton_marks import ON_GPU
+from tests.kernels.triton_marks import ON_GPU, SLOWLY_INTERPRETED
 
-pytestmark = ON_GPU
+pytestmark = [*ON_GPU, *SLOWLY_INTERPRETED]
 NUM_ELEMENTS = 2**31
 HEADS = 2, 1, 64
 DTYPE = torch.float16

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from loray.kernels.linear import linear
-from tests.kernels.triton_marks import DEVICES, IS_INTERPRETED, ON_GPU
+from tests.kernels.triton_marks import DEVICES, IS_INTERPRETED, ON_GPU, REAL_GPU
 
 DEVICE = DEVICES["triton"]
 DTYPES = [torch.float16] if IS_INTERPRETED else [torch.float16, torch.bfloat16]  # numpy, which stands in for the GPU, has no bfloat16
@@ -50,7 +50,10 @@ class TestKernel:
         x, weight, bias = case(num_tokens, sizes, dtype, DEVICE)
         assert_product(linear_triton.linear(x, weight, bias if has_bias else None), x, weight, bias if has_bias else None)
 
-    @pytest.mark.skipif(IS_INTERPRETED, reason="asks the GPU for its kind")
+
+class TestChoice:
+    pytestmark = REAL_GPU
+
     def test_it_is_chosen_for_few_tokens_and_matrices_of_one_wave(self) -> None:
         from loray.kernels.linear_triton import is_faster
 

@@ -3,7 +3,6 @@
 With TRITON_INTERPRET=1 they run without a GPU: `TRITON_INTERPRET=1 pytest -m gpu tests/kernels/test_lora_segments.py`.
 """
 
-import os
 import random
 from dataclasses import replace
 
@@ -13,12 +12,10 @@ import torch
 from loray.kernels.lora import LoraPages, add_lora
 from loray.models.lora_groups import lora_segments
 from tests.kernels.test_lora import MIXES, Rows
-from tests.kernels.triton_marks import framed, is_whole
+from tests.kernels.triton_marks import DEVICES, DTYPES, ON_GPU, SLOWLY_INTERPRETED, framed, is_whole
 
-IS_INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
-DEVICE = "cpu" if IS_INTERPRETED else "cuda"
-pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available() and not IS_INTERPRETED, reason="no CUDA GPU")]
-
+pytestmark = ON_GPU
+DEVICE = DEVICES["triton"]
 NUM_RANKS = 272
 LONG: dict[str, Rows] = {
     "a prompt of several blocks": [(1, ((0, 8),)), (150, ((8, 48),)), (3, ())],
@@ -28,9 +25,7 @@ LARGE: dict[str, Rows] = {  # adapters of ranks 64 and 256
     "new tokens": [(2, ((0, 64),)), (1, ()), (1, ((16, 272),))],
     "a prompt": [(20, ((16, 272),))],
 }
-TOLERANCE = {torch.float32: 1e-4, torch.float16: 5e-3}  # of the largest value
-if not IS_INTERPRETED:  # numpy, which stands in for the GPU there, has no bfloat16
-    TOLERANCE[torch.bfloat16] = 4e-2
+TOLERANCE = {torch.float32: 1e-4, torch.float16: 5e-3, torch.bfloat16: 4e-2}  # of the largest value
 
 
 def expected_of(y: torch.Tensor, x: torch.Tensor, pages: LoraPages, rows: Rows) -> torch.Tensor:
@@ -45,7 +40,7 @@ def expected_of(y: torch.Tensor, x: torch.Tensor, pages: LoraPages, rows: Rows) 
     return y
 
 
-@pytest.mark.parametrize("dtype", TOLERANCE, ids=str)
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("mix", [*MIXES, *LONG])
 @pytest.mark.parametrize(("inputs", "widths"), [(17, [5]), (48, [48, 16, 16]), (320, [130, 257]), (2500, [20])])
 def test_each_token_gets_the_product_of_its_own_ranks(mix: str, inputs: int, widths: list[int], dtype: torch.dtype) -> None:
@@ -89,9 +84,14 @@ def test_any_mix_of_adapters_in_rows_that_lie_apart(seed: int) -> None:
     assert is_whole(frame)
 
 
-@pytest.mark.parametrize("dtype", TOLERANCE, ids=str)
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize(
-    ("inputs", "widths", "num_splits"), [(17, [5], 1), (2500, [130, 257], 2), (4096, [48, 16, 16], 4), (14336, [20], 8)]
+    ("inputs", "widths", "num_splits"),
+    [
+        (17, [5], 1),
+        (2500, [130, 257], 2),
+        *(pytest.param(*sizes, marks=SLOWLY_INTERPRETED) for sizes in ((4096, [48, 16, 16], 4), (14336, [20], 8))),
+    ],
 )
 @pytest.mark.parametrize("seed", range(4))
 def test_updates_of_any_mix_of_new_tokens_have_all_inputs(
@@ -117,8 +117,10 @@ def test_a_prompt_gets_all_columns_of_wide_projections(mix: str) -> None:
     test_each_token_gets_the_product_of_its_own_ranks(mix, 48, [1300, 257, 513], torch.float16)
 
 
-@pytest.mark.parametrize("dtype", TOLERANCE, ids=str)
-@pytest.mark.parametrize(("mix", "inputs"), [("new tokens", 4096), ("new tokens", 14336), ("a prompt", 320)])
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize(
+    ("mix", "inputs"), [("new tokens", 4096), pytest.param("new tokens", 14336, marks=SLOWLY_INTERPRETED), ("a prompt", 320)]
+)
 def test_all_inputs_and_ranks_of_large_layers_and_adapters_are_summed(mix: str, inputs: int, dtype: torch.dtype) -> None:
     test_each_token_gets_the_product_of_its_own_ranks(mix, inputs, [20, 30], dtype)
 

@@ -11,8 +11,8 @@ from torch import Tensor
 
 from loray.kernels.attention import PromptWork, Scoring
 from loray.kernels.paged_prefill import paged_prefill
-from tests.kernels.test_paged_attention import COMPILED, COMPILED_FLOAT8, DEVICE, SCORINGS, TOLERANCE, PagedCase, assert_equal
-from tests.kernels.triton_marks import ON_GPU
+from tests.kernels.test_paged_attention import COMPILED, COMPILED_FLOAT8, DEVICE, SCORINGS, PagedCase, assert_equal
+from tests.kernels.triton_marks import DTYPES, ON_GPU
 
 BATCHES = {  # of each sequence: its queries, and its keys with them
     "fresh prompts": [(1, 1), (33, 33), (2, 2)],
@@ -43,7 +43,7 @@ def test_the_twin_lets_each_query_see_the_keys_up_to_itself(batch: str, heads: t
 class TestKernel:
     pytestmark = ON_GPU
 
-    @pytest.mark.parametrize("dtype", TOLERANCE, ids=str)
+    @pytest.mark.parametrize("dtype", DTYPES, ids=str)
     @pytest.mark.parametrize(("heads", "scored"), [*COMPILED, ((2, 1, 320), "plain")], ids=str)
     @pytest.mark.parametrize("batch", BATCHES)
     def test_each_query_sees_the_keys_up_to_itself(self, batch: str, heads: tuple[int, int, int], scored: str, dtype: torch.dtype) -> None:
@@ -66,7 +66,7 @@ class TestKernel:
         actual = paged_prefill(q, case.kv(), prompts_of(q_lens, context_lens, DEVICE), scoring)
         assert_equal(actual, case.expected(q, q_lens, scoring), torch.float16)
 
-    @pytest.mark.parametrize("dtype", TOLERANCE, ids=str)
+    @pytest.mark.parametrize("dtype", DTYPES, ids=str)
     @pytest.mark.parametrize(("heads", "scored"), COMPILED_FLOAT8, ids=str)
     def test_an_fp8_cache_is_multiplied_by_its_scales(self, heads: tuple[int, int, int], scored: str, dtype: torch.dtype) -> None:
         from loray.kernels.paged_prefill_triton import paged_prefill

@@ -12,9 +12,9 @@ from loray.kernels import varlen_attention as module
 from loray.kernels.attention import Scoring
 from loray.kernels.prefix_gather import gather_prefix
 from loray.kernels.varlen_attention import FLASH_ATTN, PLAIN, TORCH_VARLEN, TRITON, backend, shown_backend, varlen_attention
-from tests.kernels.test_paged_attention import COMPILED, DEVICE, HEADS, SCORINGS, TOLERANCE, PagedCase, assert_equal
+from tests.kernels.test_paged_attention import COMPILED, DEVICE, HEADS, SCORINGS, PagedCase, assert_equal
 from tests.kernels.test_paged_prefill import BATCHES, prompts_of, starts_of
-from tests.kernels.triton_marks import ON_GPU
+from tests.kernels.triton_marks import DTYPES, ON_GPU, REAL_GPU
 
 
 def assert_gathered(case: PagedCase, k: torch.Tensor, v: torch.Tensor) -> None:
@@ -46,7 +46,7 @@ def test_without_a_gpu_plain_torch_attends() -> None:
 class TestGather:
     pytestmark = ON_GPU
 
-    @pytest.mark.parametrize("dtype", TOLERANCE, ids=str)
+    @pytest.mark.parametrize("dtype", DTYPES, ids=str)
     @pytest.mark.parametrize("heads", [*HEADS, (8, 8, 128)], ids=str)
     def test_each_sequence_lies_behind_the_last(self, heads: tuple[int, int, int], dtype: torch.dtype) -> None:
         from loray.kernels.prefix_gather_triton import gather_prefix
@@ -77,7 +77,7 @@ def attends(batch: str, heads: tuple[int, int, int], scoring: Scoring, dtype: to
 @pytest.mark.parametrize("heads", HEADS, ids=str)
 @pytest.mark.parametrize("batch", BATCHES)
 class TestLibraries:
-    pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA GPU")]
+    pytestmark = REAL_GPU
 
     @pytest.mark.skipif(module._flash_attn() is None, reason="no flash-attn")
     @pytest.mark.parametrize("scored", SCORINGS)
@@ -90,14 +90,15 @@ class TestLibraries:
         attends(batch, heads, SCORINGS[scored], dtype, TORCH_VARLEN)
 
 
-@pytest.mark.gpu
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA GPU")
-def test_what_the_libraries_refuse_is_left_to_the_paged_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
-    device, half = torch.device("cuda", torch.cuda.current_device()), torch.float16
-    assert backend(device, torch.float32, torch.float32, 64, Scoring(1.0)) == TRITON
-    assert backend(device, half, torch.float8_e4m3fn, 64, Scoring(1.0)) == TRITON
-    assert backend(device, half, half, 320, Scoring(1.0)) == TRITON
-    monkeypatch.setattr(module, "_flash_attn", lambda: None)
-    assert backend(device, half, half, 64, Scoring(1.0, cap=5.0)) == TRITON
-    assert shown_backend(device, half, half, 64, score_cap=5.0) == "triton paged, prompts triton paged"
-    assert shown_backend(device, half, half, 64, score_cap=0.0) == "triton paged, prompts torch varlen"
+class TestChoice:
+    pytestmark = REAL_GPU
+
+    def test_what_the_libraries_refuse_is_left_to_the_paged_kernel(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        device, half = torch.device("cuda", torch.cuda.current_device()), torch.float16
+        assert backend(device, torch.float32, torch.float32, 64, Scoring(1.0)) == TRITON
+        assert backend(device, half, torch.float8_e4m3fn, 64, Scoring(1.0)) == TRITON
+        assert backend(device, half, half, 320, Scoring(1.0)) == TRITON
+        monkeypatch.setattr(module, "_flash_attn", lambda: None)
+        assert backend(device, half, half, 64, Scoring(1.0, cap=5.0)) == TRITON
+        assert shown_backend(device, half, half, 64, score_cap=5.0) == "triton paged, prompts triton paged"
+        assert shown_backend(device, half, half, 64, score_cap=0.0) == "triton paged, prompts torch varlen"

@@ -15,6 +15,7 @@ from loray.models.device_memory import release
 from loray.models.hosted_model import HostedOptions
 from loray.models.sampler import noise_keys
 from loray.models.step import Sampling
+from tests.kernels.triton_marks import REAL_GPU
 from tests.models import tiny_llama
 from tests.models.conductor import Conductor, Request, prompt_of
 from tests.models.families import FAMILIES, Adapter, random_model, save_adapter, save_family
@@ -22,7 +23,7 @@ from tests.models.group_of_one import group_of_one
 from tests.models.peft_items import items_of, save_item
 from tests.models.test_causal_lm import MODELS, HostedConductor
 
-pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA GPU")]
+pytestmark = REAL_GPU
 PAGES = {4: [9], 12: [7, 3], 64: [20, 21, 22, 10, 24, 25, 27, 26]}
 
 

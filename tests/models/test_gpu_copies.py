@@ -9,8 +9,9 @@ from torch import Tensor
 
 from loray.models.to_device import to_device, upload
 from loray.models.to_host import ToHost
+from tests.kernels.triton_marks import REAL_GPU
 
-pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA GPU")]
+pytestmark = REAL_GPU
 GPU = torch.device("cuda")
 VALUES = np.arange(1 << 20)  # 8 MB, more than a driver takes aside of memory that is not pinned
 

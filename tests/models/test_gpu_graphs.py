@@ -8,9 +8,10 @@ import pytest
 import torch
 
 from loray.models.step import Sampling
+from tests.kernels.triton_marks import REAL_GPU
 from tests.models.conductor import Conductor, Request, prompt_of
 
-pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA GPU")]
+pytestmark = REAL_GPU
 PAGES = [7, 3]
 NUM_NEW = 5  # one from the prompt, the others from decodes
 

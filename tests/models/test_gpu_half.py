@@ -5,10 +5,11 @@ from pathlib import Path
 import pytest
 import torch
 
+from tests.kernels.triton_marks import REAL_GPU
 from tests.models import tiny_llama
 from tests.models.conductor import Conductor, Request, prompt_of
 
-pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA GPU")]
+pytestmark = REAL_GPU
 WIDE = {
     "hidden_size": 256,
     "intermediate_size": 1408,

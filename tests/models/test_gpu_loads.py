@@ -6,11 +6,12 @@ import pytest
 import torch
 
 from loray.models.step import AdapterLoad, Step
+from tests.kernels.triton_marks import REAL_GPU
 from tests.models.conductor import Conductor, Request, prompt_of
 from tests.models.families import FAMILIES, save_family
 from tests.models.peft_items import items_of, save_item
 
-pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA GPU")]
+pytestmark = REAL_GPU
 ITEMS = items_of("llama")
 
 

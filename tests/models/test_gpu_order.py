@@ -7,9 +7,10 @@ import torch
 
 from loray.models.launched import Launched
 from loray.models.step import AdapterLoad, Admission, Row, Sampling, Step
+from tests.kernels.triton_marks import REAL_GPU
 from tests.models.conductor import Conductor, prompt_of
 
-pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA GPU")]
+pytestmark = REAL_GPU
 PAGES = [7, 3]
 PROMPT = prompt_of(9)
 

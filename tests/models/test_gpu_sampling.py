@@ -7,11 +7,12 @@ import torch
 
 from loray.models.launched import Launched
 from loray.models.step import Step
+from tests.kernels.triton_marks import REAL_GPU
 from tests.models.conductor import Conductor, Request, pipelined, prompt_of
 from tests.models.sampling_jobs import LARGE_VOCAB_SIZE, PLAIN, mixed_requests, save_model
 from tests.models.tiny_llama import save_adapter, save_llama
 
-pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA GPU")]
+pytestmark = REAL_GPU
 LARGE_RANK, NUM_PAGES = 264, 48  # a rank that no graph has room for
 PAGES = {4: [9], 12: [7, 3], 64: [0, 1, 2, 10, 4, 5, 6, 8], LARGE_RANK: list(range(12, 45))}
 

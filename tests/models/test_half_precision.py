@@ -8,7 +8,7 @@ import torch
 from loray.kernels import native
 from loray.kernels.half_linear import HAS_HALF_LINEAR, HalfMatrix
 from loray.kernels.native_linear import NativeMatrix
-from tests.kernels.triton_marks import ON_GPU
+from tests.kernels.triton_marks import REAL_GPU
 from tests.models.conductor import Conductor, Request, prompt_of
 from tests.models.families import FAMILIES, Adapter, base_oracle, config_of, random_model, save_adapter
 from tests.models.tiny_llama import oracle_generate
@@ -16,7 +16,7 @@ from tests.models.tiny_llama import oracle_generate
 pytestmark = pytest.mark.slow
 
 
-@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=ON_GPU)])
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=REAL_GPU)])
 @pytest.mark.parametrize("name", FAMILIES)
 def test_half_precision_stays_near_float32(tmp_path: Path, name: str, device: str) -> None:
     family = FAMILIES[name]

@@ -10,10 +10,10 @@ import pytest
 import torch
 
 from loray.models.host_memory import MIN_MAPPED_BYTES, host_tensor, register
+from tests.kernels.triton_marks import REAL_GPU
 
 MIB = 1 << 20
 NUM = 24
-ON_GPU = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA GPU")]
 DROP_AND_END = """
 import torch
 from loray.models.host_memory import host_tensor
@@ -21,7 +21,7 @@ values = [host_tensor(1 << 20, torch.float32, is_pinned=True) for _ in range(200
 copies = [one.to("cuda", non_blocking=True) for one in values]
 del values
 """
-IS_PINNED = [False, pytest.param(True, marks=ON_GPU)]
+IS_PINNED = [False, pytest.param(True, marks=REAL_GPU)]
 
 
 def resident_bytes() -> int:
@@ -80,7 +80,7 @@ def test_what_cannot_be_pinned_is_ordinary_memory_and_the_log_says_why(
 
 
 class TestOnGpu:
-    pytestmark = ON_GPU
+    pytestmark = REAL_GPU
 
     def test_pinned_memory_of_many_sizes_does_not_pile_up(self) -> None:
         filled(MIB, is_pinned=True).to("cuda")  # CUDA takes its own

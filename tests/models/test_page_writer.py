@@ -13,13 +13,13 @@ from loray.models.adapter import AdapterSpec
 from loray.models.adapter_tensors import RankAdapter
 from loray.models.lora_groups import PAGE_RANK, page_runs
 from loray.models.page_writer import Key, PageWriter
+from tests.kernels.triton_marks import REAL_GPU
 
 NUM_PAGES, IN, WIDTHS = 6, 3, [2, 4]
 NAMES = ("first", "second")
 NO_MODULES = AdapterSpec(
     rank=1, modules={}, beyond_pages=frozenset(), biases={}, tokens={}, has_same_tokens=False, copies={}, extra_bytes=0, places={}
 )
-ON_GPU = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA GPU")]
 
 
 def linears(device: torch.device) -> dict[str, Any]:
@@ -48,7 +48,7 @@ def adapter_of(matrices: dict[Key, Tensor]) -> RankAdapter:
     return RankAdapter(NO_MODULES, values, shapes, vectors={}, squares={})
 
 
-@pytest.mark.parametrize("device", [torch.device("cpu"), pytest.param(torch.device("cuda"), marks=ON_GPU)], ids=str)
+@pytest.mark.parametrize("device", [torch.device("cpu"), pytest.param(torch.device("cuda"), marks=REAL_GPU)], ids=str)
 def test_pages_hold_the_last_adapter_and_zeros_whatever_was_there(device: torch.device) -> None:
     """Whether it came beside the steps, as most do, or between them, as those that have more than pages."""
     rng = random.Random(0)
