@@ -13,7 +13,7 @@ from loray.models.adapter_config import CONFIG_FILE
 
 
 def download(source: Source, place: Place, offer: Offer, token: str, files: AdapterFiles, cache: DiskCache) -> Adapter:
-    """For who is the only one of the place's key. Raises AdapterFailed and DiskFull."""
+    """For who is the only one of the place's key. Raises AdapterFailed, DiskFull and DiskBusy."""
 
     def fetch(names: Sequence[str], folder: Path) -> None:
         source.fetch(place, offer, names, token, folder)

@@ -13,7 +13,7 @@ from itertools import islice
 from pathlib import Path
 
 from loray.deployments.adapter_room import ANY_ROOM, AdapterRoom
-from loray.deployments.adapter_template import MAX_BYTES
+from loray.deployments.adapter_template import MAX_BYTES, template_stamp
 from loray.deployments.adapters import Adapter
 from loray.deployments.errors import AdapterFailed, AdapterNotFound
 from loray.deployments.expiring import Expiring
@@ -54,7 +54,7 @@ class AdapterFiles:
             if known is None:
                 with self._validating.only_one(str(path)):  # else many would read the same new files at once
                     known = self._read(adapter_id, path)
-        return dataclasses.replace(known, adapter_id=adapter_id, page_ids=[])
+        return dataclasses.replace(known, adapter_id=adapter_id, page_ids=[], template_stamp=template_stamp(path))
 
     def check_sizes(self, adapter_id: str, sizes: Mapping[str, int]) -> None:
         """Of files that are not here yet, by their names."""

@@ -30,7 +30,7 @@ def merge_place(ref: AdapterRef, parts: Sequence[Adapter]) -> Place:
 
 
 def merge_into(cache: DiskCache, files: AdapterFiles, ref: AdapterRef, parts: Sequence[Adapter], merge: Merge, shapes: Shapes) -> Adapter:
-    """For who is the only one of the place's key. Raises AdapterFailed, AdapterChanged and DiskFull.
+    """For who is the only one of the place's key. Raises AdapterFailed, AdapterChanged, DiskFull and DiskBusy.
 
     ref: without a token; merge: raises AdapterError."""
     place, recipe, folders = merge_place(ref, parts), _recipe(ref), [Path(part.path) for part in parts]

@@ -6,11 +6,9 @@ Knows neither tensors nor Ray. What blocks runs in threads of its own: a slow do
 import asyncio
 import logging
 import time
-from collections import OrderedDict
 from collections.abc import Callable, Coroutine, Iterator
 from contextlib import contextmanager
 from functools import partial
-from itertools import islice
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -24,6 +22,7 @@ from loray.deployments.adapter_status import AdapterStatus, TierUse
 from loray.deployments.adapter_template import adapter_template
 from loray.deployments.adapter_tiers import AdapterTiers
 from loray.deployments.adapter_use import AdapterUse
+from loray.deployments.adapter_uses import AdapterUses
 from loray.deployments.adapter_wishes import AdapterWishes
 from loray.deployments.adapters import Adapter
 from loray.deployments.engine import ABORTED, Engine
@@ -36,9 +35,7 @@ from loray.deployments.slow_work import told_when_slow
 logger = logging.getLogger("ray.serve.loray")
 T = TypeVar("T")
 
-MAX_REMEMBERED = 10_000  # adapters whose use is counted
 NUM_LOADS = 4  # that wait for their arrival at once: what is on its way may take more room than it will need
-NUM_LOOKED_AT = 16  # adapters, of those that may be forgotten, when there is a new one
 RETRY_S = 15.0  # between two tries to load what is pinned
 BEGUN_S = 0.2  # between finding an adapter and beginning with it
 SLOW_S = 20.0  # a search that takes longer is slow
@@ -53,9 +50,9 @@ class AdapterService:
         self._report = AdapterReport(store, engine, self._finder, page_bytes)
         self._loads = asyncio.Semaphore(NUM_LOADS)
         self._num_searches = 0
-        self._uses: OrderedDict[AdapterRef, AdapterUse] = OrderedDict()  # least recently used first
         self._unloading: list[AdapterUse] = []  # until their last request has ended
         self._wishes = AdapterWishes(self._key, store.place_key)
+        self._uses = AdapterUses(lambda use: self._wishes.of(use) is not None)
         self._replaced = ReplacedAdapters()
         self._started = time.time_ns() // 1_000_000  # as records are numbered
         self._preloaded: set[AdapterRef] = set()
@@ -74,8 +71,10 @@ class AdapterService:
             return adapter
         old, use.adapter, use.found = use.adapter, adapter, number
         if old and old.version != adapter.version:
-            if old.version not in self._wishes.versions(self._uses):  # else another id means the same files
-                self._engine.call(partial(AdapterTiers.unload, version=old.version))
+            wanted = self._wishes.versions(self._uses)
+            if not wanted.get(old.version):  # else another id means the same files, and has them pinned
+                leave = AdapterTiers.unpin if old.version in wanted else AdapterTiers.unload
+                self._engine.call(partial(leave, version=old.version))
             record = self._wishes.of(use)
             if record and record.is_pinned:
                 self._in_background(self._load_and_log(record))
@@ -96,7 +95,7 @@ class AdapterService:
         """Raises a LorayError."""
         with self._noted_failure(ref), self._folders.needed(adapter):
             text = await self._finder.look(lambda: adapter_template(Path(adapter.path), adapter.adapter_id))
-        return AdapterTemplate(text, adapter.version)
+        return AdapterTemplate(text, adapter.template_version)
 
     @contextmanager
     def _noted_failure(self, ref: AdapterRef) -> Iterator[None]:
@@ -111,8 +110,9 @@ class AdapterService:
             raise
 
     @contextmanager
-    def counted(self, ref: AdapterRef, adapter: Adapter) -> Iterator[Callable[[str, str], None]]:
-        """Around one request of an adapter that was found; what it yields is told how the request ended: the error and its message."""
+    def counted(self, ref: AdapterRef, adapter: Adapter) -> Iterator[tuple[Callable[[], None], Callable[[str, str], None]]]:
+        """Around one request of an adapter that was found. What it yields is told when the adapter's files are needed no more, and how the
+        request ended: the error and its message."""
         use, began = self._use(ref), time.monotonic()
         use.adapter = use.adapter or adapter  # what was unloaded since it was found is in use again
         use.num_running += 1
@@ -127,8 +127,8 @@ class AdapterService:
                 use.error = ""
 
         try:
-            with self._folders.needed(adapter):
-                yield ended
+            with self._folders.needed(adapter) as let_go:
+                yield let_go, ended
         finally:
             use.num_running -= 1
             use.last_used = time.time()
@@ -142,12 +142,13 @@ class AdapterService:
         try:
             adapter = await self.find(ref)
             with self._folders.needed(adapter):
+                is_pinned = record is not None and record.is_pinned
+                num_bytes = await self._finder.look(lambda: self._store.folder_bytes(adapter.path)) if is_pinned else 0
                 async with self._loads:
                     if record is None or (self._wishes.still_count(record) and self._uses.get(use.ref) is use):
-                        is_pinned = record is not None and record.is_pinned
                         if is_pinned:
                             self._unpin(self._replaced.of(ref.adapter_id))  # there may be room for one of them
-                            self._folders.pin(self._key(ref), adapter.path)
+                            self._folders.pin(self._key(ref), adapter, num_bytes)
                         work = AdapterTiers.pin if is_pinned else AdapterTiers.load
                         await arrival(self._engine, await self._ask(partial(work, adapter=adapter)))
             if is_renewed and adapter.unrenewed:
@@ -217,7 +218,7 @@ class AdapterService:
             return [ref for ref in (*self._replaced.drop_all(adapter_id), record.ref) if await self._unload(ref)]
         if is_renewed:
             await self._finder.forget(record.ref)
-        if known and known.is_pinned and not record.is_pinned:
+        if not record.is_pinned:  # by this id; another one's pin may have been meant by it before
             self._unpin([*self._replaced.of(adapter_id), record.ref])
         self._use(record.ref).is_loading = True
         self._in_background(self._load_and_log(record, is_renewed))
@@ -320,28 +321,13 @@ class AdapterService:
             return msgspec.structs.replace(ref, api_token="")
 
     def _use(self, ref: AdapterRef) -> AdapterUse:
-        key = self._key(ref)
-        if key not in self._uses:
-            self._forget_idle()
-            self._uses[key] = AdapterUse(key)
-        self._uses.move_to_end(key)
-        return self._uses[key]
+        return self._uses.touch(self._key(ref))
 
     def _forget_failed(self, ref: AdapterRef) -> None:
         """A load that found nothing, once no admin wants it any more: one by the same name may be there and be meant."""
         use = self._uses.get(self._key(ref))
         if use and not (use.adapter or use.is_loading or use.num_running or self._wishes.of(use)):
             del self._uses[use.ref]
-
-    def _forget_idle(self) -> None:
-        """Of too many, the least recently used; those that somebody still needs to know are looked at last the next time."""
-        for key, use in list(islice(self._uses.items(), NUM_LOOKED_AT)):
-            if len(self._uses) < MAX_REMEMBERED:
-                return
-            if use.num_running or use.is_loading or self._wishes.of(use):
-                self._uses.move_to_end(key)
-            else:
-                del self._uses[key]
 
     def _in_background(self, work: Coroutine[Any, Any, None]) -> None:
         task = asyncio.create_task(work)

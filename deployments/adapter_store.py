@@ -25,8 +25,8 @@ from loray.deployments.adapter_sources import URL_SCHEMES, Offer, Place, Places,
 from loray.deployments.adapter_status import TierUse
 from loray.deployments.adapters import Adapter
 from loray.deployments.config import AdapterArgs
-from loray.deployments.disk_cache import DiskCache, DiskFull, Entry, is_whole
-from loray.deployments.errors import AdapterFailed, AdapterNotFound, InvalidRequest, LorayError
+from loray.deployments.disk_cache import DiskBusy, DiskCache, DiskFull, Entry, is_whole
+from loray.deployments.errors import AdapterFailed, AdapterNotFound, InvalidRequest, LorayError, Overloaded
 from loray.deployments.expiring import Expiring
 from loray.deployments.hub_source import HubSource, not_found
 from loray.deployments.keyed_lock import KeyedLock
@@ -60,6 +60,7 @@ class AdapterStore:
         self._lora_shapes = lora_shapes
         self._places = Places(args.default_source, source_origins(args.storage_options))
         self._max_bytes = int(args.disk_bytes)
+        self.max_pinned_bytes = self._max_bytes // 2  # the other half is for what requests name, and for the next version of what is pinned
         self._files = AdapterFiles(args.local_roots, lora_shapes, room)
         self._cache = DiskCache(cache, self._max_bytes)
         urls = UrlSource(args.allowed_urls, args.storage_options)
@@ -100,7 +101,7 @@ class AdapterStore:
     def merged(self, ref: AdapterRef, parts: list[Adapter]) -> Adapter:
         """The same, made where it is not on disk, and kept like a download."""
         place = merge_place(ref, parts)
-        with self._fetching.only_one(place.key), self._cache.only_one(place.key), only_loray_errors(ref.adapter_id):
+        with only_loray_errors(ref.adapter_id), self._fetching.only_one(place.key), self._cache.only_one(place.key):
             if adapter := self.held_merge(ref, parts):
                 return adapter
             with self._failures.of((place.key, b"")), _told_when_full(place):
@@ -162,6 +163,10 @@ class AdapterStore:
 
     def disk_bytes(self, ref: AdapterRef, path: str = "") -> int:
         return self._cache.num_bytes(self.place_key(ref, path))
+
+    def folder_bytes(self, path: str) -> int:
+        """That the disk tier has in this folder; 0 for one of others."""
+        return self._cache.bytes_at(path)
 
     def disk_use(self, ref: AdapterRef, path: str = "") -> TierUse:
         return self._cache.uses.of(self.place_key(ref, path))
@@ -320,3 +325,5 @@ def _told_when_full(place: Place) -> Iterator[None]:
         yield
     except DiskFull as error:
         raise AdapterFailed(f"adapter {place.name!r}: {error}") from None
+    except DiskBusy as error:
+        raise Overloaded(f"adapter {place.name!r}: {error}; try again") from None

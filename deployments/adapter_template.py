@@ -8,7 +8,7 @@ from typing import Any
 
 import msgspec
 
-from loray.deployments.adapter_sources import TEMPLATE_FILE, TOKENIZER_FILE
+from loray.deployments.adapter_sources import EXTRA_FILES, TEMPLATE_FILE, TOKENIZER_FILE
 from loray.deployments.errors import AdapterFailed
 from loray.models.adapter_config import CONFIG_FILE
 from loray.models.adapter_header import WEIGHTS_FILE
@@ -42,6 +42,18 @@ def adapter_template(folder: Path, adapter_id: str) -> str:
     except (ValueError, RecursionError, AttributeError, LookupError, TypeError):
         raise AdapterFailed(f"adapter {adapter_id!r}: {TOKENIZER_FILE} is not what it should be") from None
     return template
+
+
+def template_stamp(folder: Path) -> str:
+    """Changes whenever the files do that may hold the template. Reads none."""
+    stamps = []
+    for name in EXTRA_FILES:
+        try:
+            found = os.stat(f"{folder}/{name}")
+            stamps.append(f"{found.st_ino}-{found.st_size}-{found.st_mtime_ns}-{found.st_ctime_ns}")
+        except OSError:
+            stamps.append("")
+    return ",".join(stamps)
 
 
 def _template_field(text: str) -> Any:

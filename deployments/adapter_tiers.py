@@ -40,6 +40,7 @@ class AdapterTiers:
         self._failures: Expiring[tuple[str, str], str] = Expiring(FAILURE_S, MAX_FAILURES)
         self._pinned: dict[str, Adapter] = {}  # by version; held here, so that they stay known
         self._leaving: dict[Adapter, list[Callable[[], object]]] = {}  # unloaded while in use -> whom to tell when they are gone
+        self._unread: dict[Adapter, list[Callable[[], object]]] = {}  # wanted by requests -> whom to tell when they are in memory
 
     def load(self, adapter: Adapter) -> Adapter:
         """Have it read into host memory, before anybody asks for it. The answer is the one object of its version."""
@@ -60,6 +61,19 @@ class AdapterTiers:
             self.has_new_pins = True
         self.host.want(adapter)
         return adapter
+
+    def want(self, adapter: Adapter, on_read: Callable[[], object]) -> None:
+        """For a request. `on_read` is called as soon as the files are needed no more, if that is before all its requests have ended."""
+        self.host.want(adapter)
+        if adapter.page_ids or (adapter.is_in_host and adapter.is_ready):
+            on_read()
+        else:
+            self._unread.setdefault(adapter, []).append(on_read)
+
+    def arrived(self, copy: HostCopy, num_bytes: int, seconds: float) -> None:
+        """All ranks have it in host memory."""
+        for on_read in self._unread.pop(self.host.arrived(copy, num_bytes, seconds), []):
+            on_read()
 
     def failed(self, copy: HostCopy, error: str, is_changed: bool) -> tuple[Adapter, str]:
         """Some rank could not read it. The adapter, and why, by its own name; for a while nobody has it read again, unless its files were
@@ -95,8 +109,11 @@ class AdapterTiers:
             self.free_unused(adapter)
 
     def free_unused(self, adapter: Adapter) -> None:
-        """Of one that is to leave: a request of it has ended."""
-        if adapter in self._leaving and adapter.references == 0:
+        """A request of it has ended. If it was the last, one that is to leave goes."""
+        if adapter.references:
+            return
+        self._unread.pop(adapter, None)
+        if adapter in self._leaving:
             self.table.discard(adapter)
             self.host.drop(adapter)
             for on_freed in self._leaving.pop(adapter):

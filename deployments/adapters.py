@@ -19,6 +19,7 @@ class Adapter:
     signature: str = ""  # of the files, as they were validated
     rank: int = 0  # the largest of its modules
     account: str = ""  # whom its tokens are charged to, whatever a request calls it; "" = its id
+    template_stamp: str = ""  # changes with the files of its chat template
     extra_bytes: int = 0  # at most, of what a rank keeps of it beside its pages
     page_ids: list[int] = field(default_factory=list)  # empty = not in the pool
     references: int = 0  # unfinished requests that use it
@@ -37,6 +38,11 @@ class Adapter:
     def is_awaited(self) -> bool:
         """Requests run with it, or would if it was in the pool."""
         return self.references > self.num_held
+
+    @property
+    def template_version(self) -> str:
+        """Its chat template may change without it."""
+        return f"{self.version} {self.template_stamp}"
 
     @property
     def host_copy(self) -> HostCopy:

@@ -3,7 +3,9 @@
 import argparse
 import ipaddress
 import json
+import os
 import shutil
+import sys
 import time
 import urllib.error
 import urllib.request
@@ -56,16 +58,20 @@ def add_parser(commands: Any) -> None:
 
 
 def run(options: argparse.Namespace) -> int:
-    answer = _ask(options)
-    if options.json:
-        print(json.dumps(answer, indent=2))
-    else:
-        if not answer["adapters"]:
-            print(_nothing(options))
-            return 0
-        for line in table(answer["adapters"], shutil.get_terminal_size((120, 24)).columns, time.time()):
-            print(line)
+    lines = _lines(_ask(options), options)
+    try:
+        print("\n".join(lines), flush=True)
+    except BrokenPipeError:  # who reads has enough, as `head`; nothing is left to be flushed at the end
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
     return 0
+
+
+def _lines(answer: Any, options: argparse.Namespace) -> list[str]:
+    if options.json:
+        return [json.dumps(answer, indent=2)]
+    if not answer["adapters"]:
+        return [_nothing(options)]
+    return table(answer["adapters"], shutil.get_terminal_size((120, 24)).columns, time.time())
 
 
 def _nothing(options: argparse.Namespace) -> str:

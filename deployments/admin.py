@@ -130,6 +130,8 @@ class AdapterAdmin:
             await asyncio.sleep(min(GONE_S / 4, max(LOOK_S, LOOK_SHARE * (now - began))))
 
     async def _known(self, adapter_id: str) -> list[AdapterStatus]:
+        if not isinstance(adapter_id, str):  # a handle's caller may send anything
+            raise InvalidRequest(f"adapter_id: a string is needed, not {type(adapter_id).__name__}", "adapter_id")
         versions = await self._versions(adapter_id)
         if not versions:
             raise UnknownAdapter(f"adapter {adapter_id!r} is not known here; POST /admin/adapters loads it")

@@ -32,6 +32,8 @@ ENTRY_FILE = "entry.json"
 REMOVED_FILE = "removed"  # in a version's folder: to be deleted as soon as nobody holds it
 MAX_REMEMBERED = 50_000  # entries
 FOUND_S = 0.2  # that may pass between finding an adapter and holding its files
+ROOM_S = 30.0  # that a newcomer waits for room
+LOOK_S = 0.1  # between two looks of this process for it, however many wait
 PARTIAL, LOCK_FILE = "partial", "lock"  # beside the keys; no key is written so
 ROOM = "room"  # nor so
 
@@ -48,7 +50,11 @@ Stamp = tuple[int, int]  # inode, nanoseconds since 1970
 
 
 class DiskFull(Exception):
-    pass
+    """There will never be room."""
+
+
+class DiskBusy(Exception):
+    """There is none now."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,6 +73,7 @@ class DiskCache:
         self._is_clean = False
         self._cleaning = threading.Lock()
         self._entries: dict[str, tuple[Stamp, Entry]] = {}  # by key, what was read with that stamp; any thread may put and pop
+        self._waiting: set[Path] = set()  # staged folders for which there is no room yet; any thread may add and discard
         self.uses = TierUses()  # by key, of this process
 
     def entry(self, key: str) -> Entry | None:
@@ -116,6 +123,11 @@ class DiskCache:
     def num_bytes(self, key: str) -> int:
         return sum(held.num_bytes for held in self._held(self._folder / key))
 
+    def bytes_at(self, path: str) -> int:
+        """0 if it is a folder of others."""
+        here = self._held(Path(path).parent) if self._is_here(Path(path)) else []
+        return sum(held.num_bytes for held in here if held.path == Path(path))
+
     def hold(self, path: str) -> None:
         """Its files stay until they are let go. Waits for nobody; folders that are not of this cache need no such thing."""
         if self._is_here(Path(path)):
@@ -154,10 +166,23 @@ class DiskCache:
             self._delete_partial(key)
 
     def grow(self, staged: Path, num_bytes: int) -> Path:
-        """Makes room for so many bytes in the staged folder, which has another name then."""
-        with self.only_one(ROOM):  # held while files are counted and deleted, never while any are read from afar
-            self._make_room(num_bytes, spared=staged.stem)
-            return staged.rename(staged.with_suffix(f".{num_bytes}"))
+        """Makes room for so many bytes in the staged folder, which has another name then. Waits for it a while: others are read into
+        memory or downloaded, and need theirs no more. Raises DiskFull and DiskBusy."""
+        until = time.monotonic() + ROOM_S
+        self._waiting.add(staged)
+        try:
+            while True:
+                began = time.monotonic()
+                try:
+                    with self.only_one(ROOM):  # held while files are counted and deleted, never while any are read from afar
+                        self._make_room(num_bytes, spared=staged.stem)
+                        return staged.rename(staged.with_suffix(f".{num_bytes}"))
+                except DiskBusy:
+                    if began > until:
+                        raise
+                time.sleep(max(LOOK_S, time.monotonic() - began) * len(self._waiting))
+        finally:
+            self._waiting.discard(staged)
 
     def publish(self, key: str, staged: Path, entry: Entry) -> Path:
         """From now on this is the key's version. Nobody looks into the folder before the entry names it."""
@@ -217,7 +242,9 @@ class DiskCache:
                     shutil.rmtree(left, ignore_errors=True)
 
     def _make_room(self, num_bytes: int, spared: str) -> None:
-        """spared: a key whose versions go last: where the new one does not come, they are served on."""
+        """spared: a key whose versions go last: where the new one does not come, they are served on. Raises DiskFull and DiskBusy."""
+        if num_bytes > self._max_bytes:
+            raise DiskFull(f"it may take {num_bytes} bytes on disk, more than adapters.disk_bytes ({self._max_bytes})")
         keys = [folder for folder in self._folder.iterdir() if folder != self._partial]
         held = sorted((one for key in keys for one in self._held(key)), key=lambda one: (one.path.parent.name == spared, one.last_used))
         self._delete_left()
@@ -228,7 +255,7 @@ class DiskCache:
         are_free = self._locks.are_free([_lock_name(one.path) for one in held])
         idle = [one for one, is_free in zip(held, are_free, strict=True) if is_free]
         if excess > sum(one.num_bytes for one in idle):
-            raise self._full(num_bytes, sum(one.num_bytes for one in held if one not in idle), coming)
+            raise self._busy(num_bytes, sum(one.num_bytes for one in held if one not in idle), coming)
         for one in idle:
             if excess <= 0:
                 return
@@ -237,14 +264,12 @@ class DiskCache:
                 logger.info("evicted %s from the disk cache: %d bytes", one.path.parent.name, one.num_bytes)
                 excess -= one.num_bytes
         if excess > 0:  # somebody holds since what was idle a moment ago
-            raise self._full(num_bytes, sum(one.num_bytes for one in held if one.path.exists()), coming)
+            raise self._busy(num_bytes, sum(one.num_bytes for one in held if one.path.exists()), coming)
 
-    def _full(self, num_bytes: int, num_held: int, num_coming: int) -> DiskFull:
-        if num_bytes > self._max_bytes:
-            return DiskFull(f"it may take {num_bytes} bytes on disk, more than adapters.disk_bytes ({self._max_bytes})")
-        return DiskFull(
-            f"there is no room for {num_bytes} bytes on disk now: of adapters.disk_bytes ({self._max_bytes}) adapters in use take "
-            f"{num_held} and downloads under way {num_coming}"
+    def _busy(self, num_bytes: int, num_held: int, num_coming: int) -> DiskBusy:
+        return DiskBusy(
+            f"there is no room for {num_bytes} bytes on disk now: of adapters.disk_bytes ({self._max_bytes}) adapters in use or pinned "
+            f"take {num_held} and downloads under way {num_coming}"
         )
 
     def _is_here(self, version: Path) -> bool:

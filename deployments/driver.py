@@ -103,7 +103,7 @@ class Driver:
             acknowledge = partial(self._engine.acknowledge, generation.request_id, reply)
             async with in_time(generation.deadline_s, "its adapter was still being fetched"):
                 adapter = await self._adapters.find_patiently(generation.adapter, acknowledge)
-                if generation.template and generation.template.version != adapter.version:
+                if generation.template and generation.template.version != adapter.template_version:
                     check_template(generation, await self._adapters.template_of(generation.adapter, adapter))
             check_version(generation, adapter)
         except LorayError as error:
@@ -113,14 +113,19 @@ class Driver:
             tell(Ending(ABORTED))
             raise
         rest = msgspec.structs.replace(generation, deadline_s=seconds_left(generation.deadline_s, received))
-        with self._adapters.counted(generation.adapter, adapter) as note:
-            ending = await self._generate(rest, adapter, reply, tell)
-            note(ending.error, ending.reason)
+        with self._adapters.counted(generation.adapter, adapter) as (read, ended):
+            ending = await self._generate(rest, adapter, reply, tell, on_read=read)
+            ended(ending.error, ending.reason)
 
     async def _generate(
-        self, generation: GenerationRequest, adapter: Adapter | None, reply: Address, tell: Callable[[Ending], None]
+        self,
+        generation: GenerationRequest,
+        adapter: Adapter | None,
+        reply: Address,
+        tell: Callable[[Ending], None],
+        on_read: Callable[[], None] = lambda: None,
     ) -> Ending:
-        """`tell` hears of its end also when this call is cancelled before."""
+        """`tell` hears of its end also when this call is cancelled before; `on_read`: see Engine.submit."""
         ended: asyncio.Future[Ending] = self._loop.create_future()
 
         def end(ending: Ending) -> None:
@@ -128,7 +133,8 @@ class Driver:
                 ended.set_result(ending)
             tell(ending)
 
-        self._engine.submit(generation, adapter, reply, lambda ending: self._loop.call_soon_threadsafe(end, ending))
+        call = self._loop.call_soon_threadsafe
+        self._engine.submit(generation, adapter, reply, lambda ending: call(end, ending), lambda: call(on_read))
         try:
             return await ended
         except asyncio.CancelledError:

@@ -71,9 +71,17 @@ class Engine:
 
     # Called from any thread.
 
-    def submit(self, request: GenerationRequest, adapter: Adapter | None, reply: Address, on_end: Callable[[Ending], object]) -> None:
-        """Every submitted request ends in a last TokenEvent to `reply`, unless aborted; then `on_end` is called, in the engine's thread."""
-        self._post(lambda: self._accept(request, adapter, reply, on_end))
+    def submit(
+        self,
+        request: GenerationRequest,
+        adapter: Adapter | None,
+        reply: Address,
+        on_end: Callable[[Ending], object],
+        on_read: Callable[[], object] = lambda: None,
+    ) -> None:
+        """Every submitted request ends in a last TokenEvent to `reply`, unless aborted; then `on_end` is called, in the engine's thread, as
+        `on_read` is when the adapter's files are in memory."""
+        self._post(lambda: self._accept(request, adapter, reply, on_end, on_read))
 
     def refuse(self, request_id: str, error: LorayError, reply: Address) -> None:
         """Answer a request that ended before it reached the scheduler."""
@@ -201,7 +209,14 @@ class Engine:
             if sequence.finish_reason:
                 self._forget(sequence)
 
-    def _accept(self, request: GenerationRequest, adapter: Adapter | None, reply: Address, on_end: Callable[[Ending], object]) -> None:
+    def _accept(
+        self,
+        request: GenerationRequest,
+        adapter: Adapter | None,
+        reply: Address,
+        on_end: Callable[[Ending], object],
+        on_read: Callable[[], object],
+    ) -> None:
         if first := self._on_end.get(request.request_id):  # Serve calls again when it can't tell whether a call arrived: they end together
             self._on_end[request.request_id] = lambda ending: (first(ending), on_end(ending))
             return
@@ -221,7 +236,7 @@ class Engine:
         if sequence.deadline < math.inf:
             self._deadlines.add(request.request_id, sequence.deadline)
         if sequence.adapter:
-            self._tiers.host.want(sequence.adapter)
+            self._tiers.want(sequence.adapter, on_read)
         self._tell(sequence, version=sequence.adapter.version if sequence.adapter else "")
 
     def _abort(self, request_id: str) -> None:
@@ -296,7 +311,7 @@ class Engine:
         else:
             self._counts.num_host_loads += 1
             self._counts.host_load_seconds += prepared.seconds
-            self._tiers.host.arrived(prepared.copy, prepared.num_bytes, prepared.seconds)
+            self._tiers.arrived(prepared.copy, prepared.num_bytes, prepared.seconds)
 
     def _flush(self) -> None:
         if self._outgoing:

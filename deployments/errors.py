@@ -16,7 +16,7 @@ LorayError
 │       └── UnknownAdapter  404 not_found           an admin asks for an adapter that this server does not know
 ├── TooLarge             413 too_large              the body has more bytes than limits.max_body_bytes
 ├── TooSlow              408 too_slow               the body was not whole within limits.body_timeout_s
-├── Overloaded           429 overloaded             the queue is full; try again after `retry_after` seconds
+├── Overloaded           429 overloaded             the queue, or the disk for adapters, is full; try again after `retry_after` seconds
 ├── Incomplete           500 incomplete_generation  accepted, but could not be finished
 ├── DeadlineExceeded     500 incomplete_generation  accepted, but not finished in limits.request_timeout_s
 ├── EmbeddingFailed      500 embedding_failure      the same of an embedding

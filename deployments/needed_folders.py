@@ -1,20 +1,28 @@
-"""The folders whose files have to stay on disk: of adapters that requests and loads need now, and of pinned ones. Deletes nothing."""
+"""The folders whose files have to stay on disk: of adapters that are to be read into memory, and of pinned ones. Deletes nothing."""
 
 from collections import Counter
 from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 from loray.deployments.adapters import Adapter
+from loray.deployments.errors import AdapterFailed
 from loray.deployments.request import AdapterRef
 
 
 class Folders(Protocol):
     """Keeps a folder from being deleted, by whichever process. Never blocks."""
 
+    max_pinned_bytes: int
+
     def hold(self, path: str) -> None: ...
     def let_go(self, path: str) -> bool:
         """Whether it is to be deleted: it was unloaded meanwhile."""
+
+
+class _Pinned(NamedTuple):
+    path: str
+    num_bytes: int  # of the disk tier
 
 
 class NeededFolders:
@@ -24,25 +32,40 @@ class NeededFolders:
         self._folders = folders
         self._on_unloaded = on_unloaded
         self._counts: Counter[str] = Counter()  # folder -> requests, loads and pins that need its files
-        self._pinned: dict[AdapterRef, str] = {}
+        self._pinned: dict[AdapterRef, _Pinned] = {}
 
     @contextmanager
-    def needed(self, adapter: Adapter) -> Iterator[None]:
+    def needed(self, adapter: Adapter) -> Iterator[Callable[[], None]]:
+        """Until the end of the block, or until what it yields is called."""
         self._add(adapter.path)
-        try:
-            yield
-        finally:
-            self._drop(adapter.path)
+        paths = [adapter.path]
 
-    def pin(self, ref: AdapterRef, path: str) -> None:
-        self._add(path)
+        def let_go() -> None:
+            if paths:
+                self._drop(paths.pop())
+
+        try:
+            yield let_go
+        finally:
+            let_go()
+
+    def pin(self, ref: AdapterRef, adapter: Adapter, num_bytes: int) -> None:
+        """num_bytes: that its folder has of the disk tier. Raises AdapterFailed."""
+        others = {pinned.path: pinned.num_bytes for other, pinned in self._pinned.items() if other != ref}
+        num_pinned = sum((others | {adapter.path: num_bytes}).values())
+        if num_bytes and num_pinned > self._folders.max_pinned_bytes:
+            raise AdapterFailed(
+                f"adapter {adapter.adapter_id!r} cannot be pinned: with those that are, it would take {num_pinned} bytes on disk, and pins "
+                f"may take half of adapters.disk_bytes ({self._folders.max_pinned_bytes})"
+            )
+        self._add(adapter.path)
         self.unpin([ref])
-        self._pinned[ref] = path
+        self._pinned[ref] = _Pinned(adapter.path, num_bytes)
 
     def unpin(self, refs: Collection[AdapterRef]) -> None:
         for ref in refs:
             if ref in self._pinned:
-                self._drop(self._pinned.pop(ref))
+                self._drop(self._pinned.pop(ref).path)
 
     def _add(self, path: str) -> None:
         self._counts[path] += 1

@@ -3,7 +3,7 @@
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-from loray.deployments.errors import AdapterChanged, LorayError, SourceFailed
+from loray.deployments.errors import AdapterChanged, LorayError, Overloaded, SourceFailed
 from loray.deployments.expiring import Expiring
 
 Asker = tuple[str, bytes]  # key of a place, salted hash of a token
@@ -26,7 +26,7 @@ class RememberedFailures:
         self._raise(asker)
         try:
             yield
-        except AdapterChanged:
+        except (AdapterChanged, Overloaded):
             raise
         except LorayError as error:
             self._failures.put(asker, (type(error), error.message))

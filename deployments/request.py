@@ -42,7 +42,7 @@ class AdapterRef(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class TemplateMark(msgspec.Struct, frozen=True):
-    """The chat template that one version of an adapter brings, if any, without its text."""
+    """The chat template that an adapter brings, if any, without its text."""
 
     version: str
     digest: str
@@ -52,7 +52,7 @@ class AdapterTemplate(msgspec.Struct, frozen=True):
     """The chat template that an adapter brings."""
 
     text: str  # "" = none
-    version: str  # of the adapter
+    version: str  # another one may be of the same text
 
     @property
     def mark(self) -> TemplateMark:

@@ -65,7 +65,7 @@ class UrlSource:
                 raise AdapterFailed(f"adapter {place.name!r}: the server does not say how large {name} is")
             infos[name] = info
         for name in EXTRA_FILES:
-            info = self._extra_info(place, name)
+            info = self._info(place, name)
             if info and isinstance(info.get("size"), int):
                 infos[name] = info
         digests = {name: digest for name, info in infos.items() if (digest := told_digest(place.source, info))}
@@ -88,24 +88,20 @@ class UrlSource:
         return any(url == allowed or url.startswith(f"{allowed}/") for allowed in self._allowed)
 
     def _info(self, place: Place, name: str) -> dict[str, Any] | None:
-        """None: there is no such file."""
+        """None: there is no such file. A storage may say "forbidden" to what is not there, which is enough for an extra file."""
         try:
             info: dict[str, Any] = self._system(place.source).info(f"{place.address}/{name}", timeout=ANSWER_S)
-        except FileNotFoundError as error:
-            reason = error.__cause__  # over HTTP fsspec says "not found" to all that goes wrong
-            if reason is None or place.source not in HTTP_SCHEMES or getattr(reason, "status", None) in (404, 410):
+        except Exception as error:  # of each storage's own library
+            reason: BaseException = error
+            if isinstance(error, FileNotFoundError):
+                if error.__cause__ is None or place.source not in HTTP_SCHEMES:
+                    return None
+                reason = error.__cause__  # over HTTP fsspec says "not found" to all that goes wrong
+            status = _status(reason)
+            if status in (404, 410) or (name in EXTRA_FILES and status in (401, 403)):
                 return None
             raise _failed(place, reason) from None
-        except Exception as error:  # of each storage's own library
-            raise _failed(place, error) from None
         return info if info["type"] == "file" else None
-
-    def _extra_info(self, place: Place, name: str) -> dict[str, Any] | None:
-        """A storage may say "forbidden" to what is not there; an adapter without a template is still an adapter."""
-        try:
-            return self._info(place, name)
-        except AdapterFailed:
-            return None
 
     def _fetch_file(self, place: Place, offer: Offer, name: str, file: Path) -> None:
         size = offer.files[name]
@@ -200,9 +196,19 @@ def _stamp(infos: dict[str, dict[str, Any]]) -> str:
     return ",".join(tags) if all(tags) else ""
 
 
+def _status(error: BaseException) -> int:
+    """Of HTTP, 0 if it tells none."""
+    if isinstance(error, PermissionError) or str(error).startswith("Forbidden: "):  # s3fs; gcsfs
+        return 403
+    told = (getattr(error, name, None) for name in ("status", "code", "status_code"))  # aiohttp, gcsfs, azure
+    return next((status for status in told if isinstance(status, int)), 0)
+
+
 def _failed(place: Place, error: BaseException) -> LorayError:
     if isinstance(error, ImportError):
         return AdapterFailed(f"adapter {place.name!r}: the source {place.source} needs loray[{EXTRAS.get(place.source, place.source)}]")
+    if isinstance(error, aiohttp.TooManyRedirects):
+        return AdapterFailed(f"adapter {place.name!r}: the server sends the reader on again and again")
     if isinstance(error, aiohttp.ClientResponseError):
         return AdapterFailed(f"adapter {place.name!r}: the server answered {error.status}")
     if isinstance(error, FileNotFoundError):

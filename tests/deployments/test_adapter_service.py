@@ -10,7 +10,7 @@ from typing import Any
 import msgspec
 import pytest
 
-from loray.deployments import adapter_report, adapter_service
+from loray.deployments import adapter_report, adapter_service, adapter_uses
 from loray.deployments.adapter_records import AdapterChange, AdapterRecord, AdapterSet
 from loray.deployments.adapter_service import AdapterService
 from loray.deployments.adapter_status import AdapterStatus
@@ -104,7 +104,7 @@ def test_requests_are_counted_by_how_they_ended(service: AdapterService) -> None
     async def work() -> AdapterStatus:
         adapter = await service.find(ref("small"))
         for error in ("", "", "AdapterFailed", ABORTED):
-            with service.counted(ref("small"), adapter) as note:
+            with service.counted(ref("small"), adapter) as (_, note):
                 assert (await statuses(service))["small"].num_running == 1
                 note(error)
         return (await statuses(service))["small"]
@@ -149,7 +149,7 @@ def test_why_an_adapters_last_request_failed_is_told_until_one_is_served(service
         adapter = await service.find(ref("small"))
         told = []
         for ending in (("AdapterFailed", "its numbers are not finite"), ("Overloaded", "too many"), (ABORTED, ""), ("", "")):
-            with service.counted(ref("small"), adapter) as note:
+            with service.counted(ref("small"), adapter) as (_, note):
                 note(*ending)
             told.append((await statuses(service))["small"].last_failure)
         assert told == ["its numbers are not finite"] * 3 + [""]
@@ -227,13 +227,13 @@ def test_an_error_of_a_load_is_told_until_the_adapter_serves(service: AdapterSer
         with pytest.raises(AdapterFailed, match="torn"):
             await service.load(ref("small"))
         adapter = await service.find(ref("small"))
-        with service.counted(ref("small"), adapter) as note:
+        with service.counted(ref("small"), adapter) as (_, note):
             with pytest.raises(AdapterFailed, match="torn"):
                 await service.load(ref("small"))
             note("")
         assert (await statuses(service))["small"].error, "that one had begun before"
         for error, told in (("AdapterFailed", True), ("", False)):
-            with service.counted(ref("small"), adapter) as note:
+            with service.counted(ref("small"), adapter) as (_, note):
                 note(error)
             assert bool((await statuses(service))["small"].error) == told
 
@@ -248,7 +248,7 @@ def test_an_error_of_a_pin_is_told_though_the_adapter_serves(service: AdapterSer
         await ReplicaAdmin(service).change("load", "small", is_pinned=True)
         assert "torn" in (await settled(service, "small")).error
         adapter = await service.find(ref("small"))
-        with service.counted(ref("small"), adapter) as note:
+        with service.counted(ref("small"), adapter) as (_, note):
             note("")
         status = (await statuses(service))["small"]
         assert status.num_served == 1 and "torn" in status.error
@@ -740,7 +740,7 @@ def test_a_late_search_does_not_bring_back_an_old_version(service: AdapterServic
 
 
 def test_only_what_nobody_wants_is_forgotten(service: AdapterService, root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(adapter_service, "MAX_REMEMBERED", 3)
+    monkeypatch.setattr(adapter_uses, "MAX_REMEMBERED", 3)
     for i in range(8):
         save_folder(root / f"a{i}", 4, seed=i)
 
@@ -757,7 +757,7 @@ def test_only_what_nobody_wants_is_forgotten(service: AdapterService, root: Path
 
 
 def test_one_more_is_served_when_all_that_are_remembered_have_to_be(service: AdapterService, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(adapter_service, "MAX_REMEMBERED", 1)
+    monkeypatch.setattr(adapter_uses, "MAX_REMEMBERED", 1)
 
     async def work() -> None:
         admin = ReplicaAdmin(service)
@@ -772,7 +772,7 @@ def test_one_more_is_served_when_all_that_are_remembered_have_to_be(service: Ada
 
 
 def test_a_new_adapter_costs_the_same_however_many_are_remembered(service: AdapterService, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(adapter_service, "MAX_REMEMBERED", 50)
+    monkeypatch.setattr(adapter_uses, "MAX_REMEMBERED", 50)
     looked_at: list[AdapterUse] = []
     record_of = service._wishes.of
 
@@ -789,7 +789,7 @@ def test_a_new_adapter_costs_the_same_however_many_are_remembered(service: Adapt
         service._use(each)
     looked_at.clear()
     service._use(ref("new"))
-    assert 0 < len(looked_at) <= adapter_service.NUM_LOOKED_AT
+    assert 0 < len(looked_at) <= adapter_uses.NUM_LOOKED_AT
     for i in range(100):
         service._use(ref(f"b{i}"))
     assert len(service._uses) < 120, "those that have to be remembered don't keep the others from being forgotten"
@@ -904,7 +904,7 @@ def test_a_load_that_fails_and_is_taken_back_leaves_a_request_that_runs_in_the_l
 
 
 def test_what_is_being_loaded_is_not_forgotten(service: AdapterService, store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(adapter_service, "MAX_REMEMBERED", 1)
+    monkeypatch.setattr(adapter_uses, "MAX_REMEMBERED", 1)
 
     async def work() -> None:
         store.held = "large"
@@ -933,5 +933,37 @@ def test_a_pin_of_one_of_many_names_of_a_folder_outlives_those_of_the_others(ser
         await admin.change("unpin", "small")
         for name in ("one", "small", "two"):
             assert (await settled(service, name)).is_pinned, "the first name's pin holds for the folder"
+
+    run(work())
+
+
+def test_a_link_that_leads_elsewhere_leaves_no_pin_on_what_another_id_has_loaded(service: AdapterService, root: Path) -> None:
+    async def work() -> None:
+        admin = ReplicaAdmin(service)
+        (root / "latest").symlink_to(root / "small")
+        await admin.change("load", "small")
+        await admin.change("load", "latest", is_pinned=True)
+        await settled(service, "latest")
+        assert (await settled(service, "small")).is_pinned, "they are the same"
+        (root / "latest").unlink()
+        (root / "latest").symlink_to(root / "large")
+        await service.find(ref("latest"))
+        while (await statuses(service))["small"].is_pinned or not (await statuses(service))["latest"].is_pinned:
+            await asyncio.sleep(0.01)
+
+    run(work())
+
+
+def test_what_another_id_has_pinned_can_be_unpinned_by_its_own(service: AdapterService, root: Path) -> None:
+    async def work() -> None:
+        admin = ReplicaAdmin(service)
+        (root / "latest").symlink_to(root / "small")
+        for name in ("latest", "small"):
+            await admin.change("load", name, is_pinned=True)
+            await settled(service, name)
+        await admin.change("unpin", "small")
+        assert (await statuses(service))["small"].is_pinned, "the other still wants it"
+        await admin.change("unpin", "latest")
+        assert not (await statuses(service))["small"].is_pinned
 
     run(work())

@@ -9,13 +9,13 @@ from typing import Any
 
 import pytest
 
-from loray.deployments import adapter_store, remembered_failures
+from loray.deployments import adapter_store, disk_cache, remembered_failures
 from loray.deployments.adapter_merging import MERGE_BYTES
 from loray.deployments.adapter_room import ANY_ROOM, AdapterRoom
 from loray.deployments.adapter_sources import Offer
 from loray.deployments.adapter_store import AdapterStore
 from loray.deployments.config import AdapterArgs
-from loray.deployments.errors import AdapterChanged, AdapterFailed, AdapterNotFound, InvalidRequest, SourceFailed
+from loray.deployments.errors import AdapterChanged, AdapterFailed, AdapterNotFound, InvalidRequest, Overloaded, SourceFailed
 from loray.deployments.request import AdapterRef, MergeRecipe
 from loray.models.adapter_config import FilesChanged
 from tests.deployments.file_server import FileServer, Handler, Hold, HubServer
@@ -469,7 +469,7 @@ def test_an_adapter_larger_than_the_disk_may_hold_is_refused_unread(world: World
     assert not world.web.num_gets(f"large/{WEIGHTS}")
 
 
-def test_the_disk_cache_stays_within_its_bytes_and_keeps_what_is_in_use(world: World) -> None:
+def test_the_disk_cache_stays_within_its_bytes_and_keeps_what_is_in_use(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
     refs = [world.on_web(f"a{i}", seed=i) for i in range(4)]
     size = sum(file.stat().st_size for file in (world.folder / "web" / "a0").iterdir())
     store = world.store(disk_bytes=2 * size)
@@ -479,8 +479,12 @@ def test_the_disk_cache_stays_within_its_bytes_and_keeps_what_is_in_use(world: W
         last = store.find(ref)
     assert [store.disk_bytes(ref) for ref in refs] == [size, 0, 0, size]
     store.hold(last.path)
-    with pytest.raises(AdapterFailed, match=rf"/a1'.*no room for {size} bytes.*in use take {2 * size} and downloads under way 0"):
+    monkeypatch.setattr(disk_cache, "ROOM_S", 0.0)
+    busy = rf"/a1'.*no room for {size} bytes.*in use or pinned take {2 * size} and downloads under way 0; try again"
+    with pytest.raises(Overloaded, match=busy):
         store.find(refs[1])
+    store.let_go(last.path)
+    assert store.find(refs[1]).path and store.disk_bytes(refs[1]) == size, "that there was no room says nothing of the adapter"
 
 
 def test_what_was_found_last_is_evicted_last(world: World) -> None:
@@ -518,7 +522,8 @@ def test_a_file_of_another_size_than_the_hub_tells_is_refused_though_it_came_who
     assert world.store().disk_bytes(HUB) == 0
 
 
-def test_a_download_that_finds_no_room_is_told_what_takes_it(world: World) -> None:
+def test_a_download_that_finds_no_room_is_told_what_takes_it(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(disk_cache, "ROOM_S", 0.0)
     slow, other = world.on_web("slow"), world.on_web("other")
     size = sum(file.stat().st_size for file in (world.folder / "web" / "slow").iterdir())
     held, released = world.hold("slow")
@@ -526,10 +531,10 @@ def test_a_download_that_finds_no_room_is_told_what_takes_it(world: World) -> No
     with ThreadPoolExecutor(1) as thread:
         finding = thread.submit(store.find, slow)
         assert held.wait(60)
-        with pytest.raises(AdapterFailed, match=f"/other'.*no room for {size} bytes.*in use take 0 and downloads under way {size}"):
+        with pytest.raises(Overloaded, match=f"/other'.*no room for {size} bytes.*in use or pinned take 0 and downloads under way {size}"):
             store.find(other)
         released.set()
-        assert finding.result(60).num_pages == 1
+        assert finding.result(60).num_pages == store.find(other).num_pages == 1
 
 
 def test_a_merge_that_can_never_fit_on_disk_says_so(world: World) -> None:

@@ -142,3 +142,30 @@ def test_the_pages_of_what_is_unloaded_are_free_when_its_last_request_has_ended(
     tiers.table.release(used)
     tiers.free_unused(used)
     assert told == ["freed"] and not used.page_ids and tiers.table.num_used_pages == 0 and tiers.table.take_freed_pages() == [0]
+
+
+def test_who_wants_an_adapter_is_told_when_its_files_are_needed_no_more() -> None:
+    tiers, told = AdapterTiers(AdapterTable(4), HostTier(100, PAGE)), []
+    adapter = tiers.table.acquire(poet("files"))
+    tiers.want(adapter, lambda: told.append("first"))
+    tiers.want(tiers.table.acquire(poet("files")), lambda: told.append("second"))
+    assert not told
+    tiers.arrived(adapter.host_copy, PAGE, 0.5)
+    assert told == ["first", "second"]
+    tiers.want(tiers.table.acquire(poet("files")), lambda: told.append("in host memory"))
+    tiers.table.place(adapter)
+    tiers.host.drop(adapter)
+    tiers.want(tiers.table.acquire(poet("files")), lambda: told.append("in the pool"))
+    assert told[2:] == ["in host memory", "in the pool"]
+
+
+def test_nothing_is_kept_of_those_who_left_before_an_adapter_was_read() -> None:
+    tiers, told = AdapterTiers(AdapterTable(4), HostTier(100, PAGE)), []
+    adapter = tiers.table.acquire(poet("files"))
+    for _ in range(2):
+        tiers.want(tiers.table.acquire(adapter), lambda: told.append("read"))
+    for num_left in (2, 1, 0):
+        tiers.table.release(adapter)
+        tiers.free_unused(adapter)
+        assert bool(tiers._unread) == bool(num_left)
+    assert not told

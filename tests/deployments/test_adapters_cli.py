@@ -1,4 +1,6 @@
 import json
+import os
+import subprocess
 import sys
 from collections.abc import Iterator
 from contextlib import closing
@@ -185,3 +187,14 @@ def test_under_an_adapter_that_failed_stands_why() -> None:
 def test_under_an_adapter_whose_requests_fail_stands_why_once() -> None:
     lines = table(shape(status_of("a", "gpu", error="torn", last_failure="torn"), status_of("b", last_failure="no room")), 200, NOW)
     assert [line.strip().split("  ")[0] for line in lines[1:]] == ["a", "torn", "b", "no room"]
+
+
+@pytest.mark.parametrize("form", [[], ["--json"]], ids=["table", "json"])
+def test_whoever_reads_may_stop_reading(url: str, form: list[str]) -> None:
+    reading, writing = os.pipe()
+    os.close(reading)
+    command = "import sys; from loray.deployments.cli import main; sys.exit(main())"
+    asked = [sys.executable, "-c", command, "adapters", "list", "--url", url, "--key", "open", *form]
+    with open(writing, "wb") as pipe:
+        ended = subprocess.run(asked, stdout=pipe, stderr=subprocess.PIPE, timeout=60, check=False)
+    assert (ended.returncode, ended.stderr) == (0, b"")

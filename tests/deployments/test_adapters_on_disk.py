@@ -10,7 +10,7 @@ from typing import Any
 import msgspec
 import pytest
 
-from loray.deployments import adapter_finder, adapter_service
+from loray.deployments import adapter_finder, adapter_service, disk_cache
 from loray.deployments.adapter_records import AdapterChange, AdapterSet
 from loray.deployments.adapter_registry import merge_replicas
 from loray.deployments.adapter_service import AdapterService
@@ -19,7 +19,7 @@ from loray.deployments.adapter_store import AdapterStore
 from loray.deployments.adapters import Adapter
 from loray.deployments.config import AdapterArgs
 from loray.deployments.disk_cache import FOUND_S
-from loray.deployments.errors import AdapterFailed
+from loray.deployments.errors import Overloaded
 from loray.deployments.needed_folders import NeededFolders
 from loray.deployments.request import AdapterRef
 from loray.models.step import HostCopy
@@ -492,7 +492,9 @@ def test_what_is_unloaded_while_it_is_read_is_gone_from_disk_when_its_load_ends(
 
 
 @pytest.mark.parametrize("is_pinned", [True, False])
-def test_a_pin_keeps_files_on_disk_until_the_adapter_is_unloaded(world: World, is_pinned: bool) -> None:
+def test_a_pin_keeps_files_on_disk_until_the_adapter_is_unloaded(world: World, is_pinned: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(disk_cache, "ROOM_S", 0.0)
+
     async def work() -> None:
         service, _ = world.replica()
         await ReplicaAdmin(service).change("load", world.ref, is_pinned)
@@ -500,7 +502,7 @@ def test_a_pin_keeps_files_on_disk_until_the_adapter_is_unloaded(world: World, i
         assert len(world.files()) == 1
         other = world.save("other", seed=1)
         if is_pinned:
-            with pytest.raises(AdapterFailed, match="in use take"):
+            with pytest.raises(Overloaded, match="in use or pinned take"):
                 await world.replica(num_adapters=1)[0].find(other)
         else:
             await world.replica(num_adapters=1)[0].find(other)
@@ -525,12 +527,37 @@ def test_an_unpinned_adapters_files_may_go(world: World) -> None:
     run(work())
 
 
-def test_a_replica_neither_evicts_nor_unloads_what_a_request_of_another_needs(world: World) -> None:
+def test_pins_leave_half_of_the_disk_to_others(world: World) -> None:
+    async def work() -> None:
+        service, _ = world.replica(num_adapters=4)
+        admin, refs = ReplicaAdmin(service), [world.ref, *(world.save(f"other{i}", seed=i) for i in (1, 2))]
+        for ref in refs:
+            await admin.change("load", ref, is_pinned=True)
+            await settled(service)
+        told = [(await by_name(service))[ref.adapter_id] for ref in refs]
+        assert [status.is_pinned for status in told] == [True, True, False] and not (told[0].error or told[1].error)
+        assert f"cannot be pinned: with those that are, it would take {3 * world.num_bytes} bytes on disk" in told[2].error
+        world.save("mine", seed=3)
+        await admin.change("reload", world.ref)
+        await settled(service)
+        renewed = (await by_name(service))[world.ref.adapter_id]
+        assert renewed.version != told[0].version and renewed.is_pinned and not renewed.error, "there is room for its new version"
+        await admin.change("unpin", refs[1])
+        await admin.change("pin", refs[2])
+        await settled(service)
+        assert (await by_name(service))[refs[2].adapter_id].is_pinned
+
+    run(work())
+
+
+def test_a_replica_neither_evicts_nor_unloads_what_a_request_of_another_needs(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(disk_cache, "ROOM_S", 0.0)
+
     async def work() -> None:
         (serving, _), (other, other_store) = world.replica(), world.replica(num_adapters=1)
         adapter = await serving.find(world.ref)
         with serving.counted(world.ref, adapter):
-            with pytest.raises(AdapterFailed, match="in use take"):
+            with pytest.raises(Overloaded, match="in use or pinned take"):
                 await other.find(world.save("other", seed=1))
             await ReplicaAdmin(other).change("unload", world.ref)
             await settled(other)
@@ -597,6 +624,8 @@ def test_an_adapter_that_is_looked_for_again_is_listed_once(world: World) -> Non
 class Folders:
     """Notes what is asked of it; all that is let go was unloaded."""
 
+    max_pinned_bytes = 100
+
     def __init__(self) -> None:
         self.calls: list[str] = []
 
@@ -616,13 +645,23 @@ def test_a_folder_is_held_for_each_who_needs_it_and_let_go_after_the_last() -> N
     assert folders.calls[2:] == ["let go a"] and unloaded == ["a"]
 
 
+def test_a_folder_is_let_go_once_before_the_end_where_its_files_are_needed_no_more() -> None:
+    folders, unloaded, adapter = Folders(), [], Adapter("a", "a", "a", 1)
+    with NeededFolders(folders, unloaded.append).needed(adapter) as let_go:
+        let_go()
+        let_go()
+        assert folders.calls == ["hold a", "let go a"]
+    assert folders.calls == ["hold a", "let go a"] and unloaded == ["a"]
+
+
 def test_a_folder_that_stays_pinned_is_never_let_go_between_and_is_when_its_pin_ends() -> None:
     folders, unloaded, ref = Folders(), [], AdapterRef(adapter_id="a")
     needed = NeededFolders(folders, unloaded.append)
-    needed.pin(ref, "old")
-    needed.pin(ref, "old")
+    old, new = (Adapter("a", path, path, 1) for path in ("old", "new"))
+    needed.pin(ref, old, 60)
+    needed.pin(ref, old, 60)
     assert folders.calls == ["hold old", "hold old"]
-    needed.pin(ref, "new")
+    needed.pin(ref, new, 60)
     assert folders.calls[2:] == ["hold new", "let go old"]
     needed.unpin([ref])
     assert unloaded == ["old", "new"]

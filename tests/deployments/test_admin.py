@@ -418,5 +418,10 @@ def test_a_handle_takes_the_same_body_and_raises_the_same_errors(service: Servic
         assert await api.load({"adapter_id": "pirate"}) == await api.get("pirate") == await api.listing("host")
         with pytest.raises(InvalidRequest, match="adapter_id"):
             await api.load({})
+        for odd in (1, {}, ["pirate"], b"pirate", None):
+            with pytest.raises(InvalidRequest, match=f"adapter_id: a string is needed, not {type(odd).__name__}"):
+                await api.get(odd)  # type: ignore[arg-type]
+            with pytest.raises(InvalidRequest, match="a string is needed"):
+                await api.change("pin", odd)  # type: ignore[arg-type]
 
     run(scenario())

@@ -1,5 +1,6 @@
 import os
 import threading
+import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from types import SimpleNamespace
@@ -10,11 +11,17 @@ from loray.deployments import disk_cache, tier_uses
 from loray.deployments.adapter_files import content_hash
 from loray.deployments.adapter_sources import EXTRA_FILES
 from loray.deployments.adapter_status import TierUse
-from loray.deployments.disk_cache import DiskCache, DiskFull, Entry, is_whole
+from loray.deployments.disk_cache import DiskBusy, DiskCache, DiskFull, Entry, is_whole
 from loray.deployments.tier_uses import TierUses
 from tests.deployments.peft_folder import save_folder
 
 KEY = "hub-a-0123"
+
+
+@pytest.fixture
+def impatient(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Who finds no room does not wait for it."""
+    monkeypatch.setattr(disk_cache, "ROOM_S", 0.0)
 
 
 def folder_bytes(tmp_path: Path) -> int:
@@ -78,27 +85,64 @@ def test_the_version_that_a_download_is_to_replace_goes_last(tmp_path: Path) -> 
         assert not oldest.exists(), "there is no other room"
 
 
-def test_when_all_is_in_use_nothing_is_evicted_and_the_newcomer_is_refused(tmp_path: Path) -> None:
+@pytest.mark.usefixtures("impatient")
+def test_when_all_stays_in_use_nothing_is_evicted_and_the_newcomer_is_refused(tmp_path: Path) -> None:
     size = folder_bytes(tmp_path)
     cache = DiskCache(tmp_path / "cache", 2 * size)
     paths = [keep(cache, f"hub-{i}", size, seed=i) for i in range(2)]
     for path in paths:
         cache.hold(str(path))
-    with pytest.raises(DiskFull, match=f"{size} bytes.*in use take {2 * size} and downloads under way 0"):
+    with pytest.raises(DiskBusy, match=f"{size} bytes.*in use or pinned take {2 * size} and downloads under way 0"):
         keep(cache, "hub-2", size)
     assert all(path.exists() for path in paths)
 
 
+def test_a_newcomer_waits_until_somebody_needs_his_files_no_more(tmp_path: Path) -> None:
+    size = folder_bytes(tmp_path)
+    cache = DiskCache(tmp_path / "cache", 2 * size)
+    paths = [keep(cache, f"hub-{i}", size, seed=i) for i in range(2)]
+    for path in paths:
+        cache.hold(str(path))
+    with ThreadPoolExecutor(1) as threads:
+        waiting = threads.submit(keep, cache, "hub-2", size, 2)
+        while not cache._waiting:
+            time.sleep(0.01)
+        time.sleep(2 * disk_cache.LOOK_S)
+        assert not waiting.done() and all(path.exists() for path in paths)
+        cache.let_go(str(paths[1]))
+        assert waiting.result(10).exists()
+    assert [path.exists() for path in paths] == [True, False] and not cache._waiting
+
+
+def test_many_that_wait_for_room_look_for_it_about_as_often_as_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(disk_cache, "ROOM_S", 1.0)
+    monkeypatch.setattr(disk_cache, "LOOK_S", 0.05)
+    size, num, looks = folder_bytes(tmp_path), 20, []
+    cache = DiskCache(tmp_path / "cache", size)
+    cache.hold(str(keep(cache, KEY, size)))
+    make_room = cache._make_room
+    monkeypatch.setattr(cache, "_make_room", lambda *wanted, **spared: (looks.append(1), make_room(*wanted, **spared)))
+    began = time.monotonic()
+    with ThreadPoolExecutor(num) as threads:
+        waiting = [threads.submit(keep, cache, f"hub-{i}", size) for i in range(num)]
+        for one in waiting:
+            with pytest.raises(DiskBusy):
+                one.result()
+    assert len(looks) < (time.monotonic() - began) / disk_cache.LOOK_S + 4 * num
+
+
+@pytest.mark.usefixtures("impatient")
 def test_what_finds_no_room_beside_what_is_in_use_evicts_nothing(tmp_path: Path) -> None:
     size = folder_bytes(tmp_path)
     cache = DiskCache(tmp_path / "cache", 3 * size)
     paths = [keep(cache, f"hub-{i}", size, seed=i) for i in range(3)]
     cache.hold(str(paths[2]))
-    with pytest.raises(DiskFull, match=f"in use take {size} "):
+    with pytest.raises(DiskBusy, match=f"in use or pinned take {size} "):
         keep(cache, "hub-large", 3 * size)
     assert all(path.exists() for path in paths)
 
 
+@pytest.mark.usefixtures("impatient")
 def test_what_somebody_holds_since_it_was_looked_at_makes_no_room(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     size = folder_bytes(tmp_path)
     cache = DiskCache(tmp_path / "cache", 2 * size)
@@ -106,7 +150,7 @@ def test_what_somebody_holds_since_it_was_looked_at_makes_no_room(tmp_path: Path
     for path in paths:
         cache.hold(str(path))
     monkeypatch.setattr(cache._locks, "are_free", lambda names: [True] * len(names))  # a moment ago
-    with pytest.raises(DiskFull, match=f"in use take {2 * size} "):
+    with pytest.raises(DiskBusy, match=f"in use or pinned take {2 * size} "):
         keep(cache, "hub-2", size)
     assert all(path.exists() for path in paths)
 
@@ -120,15 +164,21 @@ def test_what_can_never_fit_evicts_nothing(tmp_path: Path) -> None:
     assert path.exists()
 
 
+@pytest.mark.usefixtures("impatient")
 def test_downloads_under_way_count(tmp_path: Path) -> None:
     cache = DiskCache(tmp_path / "cache", 100)
     with cache.only_one("hub-a"), cache.staging("hub-a", 60):
-        with pytest.raises(DiskFull, match="in use take 0 and downloads under way 60"), cache.only_one("hub-b"), cache.staging("hub-b", 60):
+        with (
+            pytest.raises(DiskBusy, match="in use or pinned take 0 and downloads under way 60"),
+            cache.only_one("hub-b"),
+            cache.staging("hub-b", 60),
+        ):
             pass
         with cache.only_one("hub-c"), cache.staging("hub-c", 40):
             pass
 
 
+@pytest.mark.usefixtures("impatient")
 def test_a_download_that_grows_counts_from_then_on_and_keeps_what_has_come(tmp_path: Path) -> None:
     size = folder_bytes(tmp_path)
     cache = DiskCache(tmp_path / "cache", size)
@@ -138,7 +188,7 @@ def test_a_download_that_grows_counts_from_then_on_and_keeps_what_has_come(tmp_p
         assert path.exists()
         grown = cache.grow(small, size)
         assert not path.exists() and not small.exists() and (grown / "adapter_config.json").read_text() == "{}"
-        with pytest.raises(DiskFull, match=f"downloads under way {size}"):
+        with pytest.raises(DiskBusy, match=f"downloads under way {size}"):
             keep(cache, KEY, 1)
     assert not list((tmp_path / "cache" / "partial").iterdir())
 
@@ -161,6 +211,7 @@ def test_what_a_process_that_died_since_left_of_the_same_key_is_gone(tmp_path: P
         assert not left.exists()
 
 
+@pytest.mark.usefixtures("impatient")
 def test_another_keys_download_counts_while_its_process_lives_and_is_deleted_when_it_died(tmp_path: Path) -> None:
     cache, other = (DiskCache(tmp_path / "cache", 100) for _ in range(2))
     with cache.only_one("hub-b"), cache.staging("hub-b", 10):
@@ -168,7 +219,7 @@ def test_another_keys_download_counts_while_its_process_lives_and_is_deleted_whe
     left = tmp_path / "cache" / "partial" / "hub-other.90"
     left.mkdir()
     with other.only_one("hub-other"):
-        with pytest.raises(DiskFull, match="downloads under way 90"), cache.only_one("hub-a"), cache.staging("hub-a", 60):
+        with pytest.raises(DiskBusy, match="downloads under way 90"), cache.only_one("hub-a"), cache.staging("hub-a", 60):
             pass
         assert left.is_dir()
     with cache.only_one("hub-a"), cache.staging("hub-a", 60):

@@ -136,6 +136,28 @@ def test_a_prompt_that_another_versions_template_wrote_is_computed_only_if_it_is
     assert last_event(store, engine, request_for("small", template=template)).error == error
 
 
+@pytest.mark.parametrize("name", ["chat_template.jinja", "tokenizer_config.json"])
+def test_a_template_that_has_changed_without_the_adapter_is_noticed(tmp_path: Path, store: Store, engine: Engine, name: str) -> None:
+    file = tmp_path / "root" / "small" / name
+    marks = []
+
+    async def mark() -> None:
+        marks.append((await local_driver(store, engine)._adapters.chat_template(AdapterRef(adapter_id="small"))).mark)
+
+    def write(text: str) -> None:
+        file.write_text(text if name.endswith("jinja") else f'{{"chat_template": "{text}"}}')
+
+    run(mark())
+    for text in ("one", "two"):
+        write(text)
+        assert last_event(store, engine, request_for("small", template=marks[-1])).error == "TemplateOutdated"
+        run(mark())
+        assert last_event(store, engine, request_for("small", template=marks[-1])).finish_reason == "length"
+    file.unlink()
+    assert last_event(store, engine, request_for("small", template=marks[-1])).error == "TemplateOutdated"
+    assert last_event(store, engine, request_for("small", template=marks[0])).finish_reason == "length", "there is none again"
+
+
 def lines(caplog: pytest.LogCaptureFixture) -> list[str]:
     return [record.getMessage() for record in caplog.records if record.name == "ray.serve.loray"]
 

@@ -95,6 +95,12 @@ def test_two_processes_make_a_merge_once(root: Path) -> None:
     assert len(merges) == 1
 
 
+def test_where_nothing_can_be_written_a_merge_fails_and_says_why(root: Path) -> None:
+    (root.parent / "cache").write_text("no folder")
+    with pytest.raises(AdapterFailed, match=f"{NAME}.*(exists|directory)"):
+        make(new_store(root), merge_ref(NAME, "small", "large", weights=(1.0, 1.0)))
+
+
 def test_a_token_is_not_written_to_disk_with_what_it_has_merged(root: Path) -> None:
     ref = AdapterRef(adapter_id=OTHER, api_token="hf_secret", merge=merge_ref(OTHER, "small", weights=(0.5,)).merge)
     path = make(new_store(root), ref)

@@ -291,6 +291,41 @@ def test_a_server_that_refuses_is_quoted_with_its_status(server: FileServer, sta
         UrlSource([server.url], {}).describe(at(f"{server.url}/good/small"), "")
 
 
+def answering(status: int) -> Callable[[Handler], bool]:
+    def rule(handler: Handler) -> bool:
+        handler.reply(status)
+        return True
+
+    return rule
+
+
+@pytest.mark.parametrize("status", [401, 403, 404, 410])
+def test_an_extra_file_that_a_server_denies_is_not_there(tmp_path: Path, server: FileServer, status: int) -> None:
+    (tmp_path / "served" / "good" / "small" / "chat_template.jinja").write_text("mine")
+    server.rules["/good/small/chat_template.jinja"] = answering(status)
+    assert "chat_template.jinja" not in UrlSource([server.url], {}).describe(at(f"{server.url}/good/small"), "").files
+
+
+def test_an_adapter_is_not_served_without_the_template_that_its_server_could_not_send(tmp_path: Path, server: FileServer) -> None:
+    (tmp_path / "served" / "good" / "small" / "chat_template.jinja").write_text("mine")
+    server.rules["/good/small/chat_template.jinja"] = answering(503)
+    source, place = UrlSource([server.url], {}), at(f"{server.url}/good/small")
+    with pytest.raises(AdapterFailed, match="small.*503"):
+        source.describe(place, "")
+    server.rules.clear()
+    assert "chat_template.jinja" in source.describe(place, "").files
+
+
+def test_a_server_that_sends_its_readers_round_in_circles_is_told_of(server: FileServer) -> None:
+    def on_and_on(handler: Handler) -> bool:
+        handler.reply(302, Location=f"{server.url}/good/small/adapter_config.json")
+        return True
+
+    server.rules["/good/small/adapter_config.json"] = on_and_on
+    with pytest.raises(AdapterFailed, match="sends the reader on again and again"):
+        UrlSource([server.url], {}).describe(at(f"{server.url}/good/small"), "")
+
+
 def test_a_missing_adapter_and_a_dead_server_are_told_apart(tmp_path: Path, server: FileServer) -> None:
     with pytest.raises(AdapterNotFound, match="none"):
         UrlSource([server.url], {}).describe(at(f"{server.url}/none"), "")
