@@ -104,7 +104,7 @@ class AdapterStore:
         with only_loray_errors(ref.adapter_id), self._fetching.only_one(place.key), self._cache.only_one(place.key):
             if adapter := self.held_merge(ref, parts):
                 return adapter
-            with self._failures.of((place.key, b"")), _told_when_full(place):
+            with self._failures.of((place.key, b"")), _told_when_full(ref.adapter_id):
                 return merge_into(self._cache, self._files, self.named(ref), parts, self.merge, self._lora_shapes)
 
     def names(self) -> list[str]:
@@ -315,15 +315,15 @@ class AdapterStore:
 
     def _download(self, wish: _Wish, offer: Offer) -> Adapter:
         place = wish.place
-        with _told_when_full(place), self._failures.of_source(place.key):
+        with _told_when_full(place.name), self._failures.of_source(place.key):
             return download(self._sources[place.source], place, offer, wish.token, self._files, self._cache)
 
 
 @contextlib.contextmanager
-def _told_when_full(place: Place) -> Iterator[None]:
+def _told_when_full(name: str) -> Iterator[None]:
     try:
         yield
     except DiskFull as error:
-        raise AdapterFailed(f"adapter {place.name!r}: {error}") from None
+        raise AdapterFailed(f"adapter {name!r}: {error}") from None
     except DiskBusy as error:
-        raise Overloaded(f"adapter {place.name!r}: {error}; try again") from None
+        raise Overloaded(f"adapter {name!r}: {error}; try again") from None

@@ -542,7 +542,7 @@ def test_a_merge_that_can_never_fit_on_disk_says_so(world: World) -> None:
     store = world.store(disk_bytes=500_000)
     store.merge = merging([])
     half = merge_ref("half", "part", weights=(0.5,))
-    with pytest.raises(AdapterFailed, match=r"half.* bytes on disk, more than adapters.disk_bytes \(500000\)$"):
+    with pytest.raises(AdapterFailed, match=r"^adapter 'half': .* bytes on disk, more than adapters.disk_bytes \(500000\)$"):
         store.merged(half, [store.find(part)])
 
 
