@@ -12,8 +12,10 @@ from loray.deployments.errors import AdapterFailed
 from loray.models.adapter_config import CONFIG_FILE
 
 
-def download(source: Source, place: Place, offer: Offer, token: str, files: AdapterFiles, cache: DiskCache) -> Adapter:
-    """For who is the only one of the place's key. Raises AdapterFailed, DiskFull and DiskBusy."""
+def download(source: Source, place: Place, offer: Offer, token: str, files: AdapterFiles, cache: DiskCache, room_until: float) -> Adapter:
+    """For who is the only one of the place's key. Raises AdapterFailed, DiskFull and DiskBusy.
+
+    room_until: how long room on disk is waited for, by the monotonic clock."""
 
     def fetch(names: Sequence[str], folder: Path) -> None:
         source.fetch(place, offer, names, token, folder)
@@ -25,10 +27,10 @@ def download(source: Source, place: Place, offer: Offer, token: str, files: Adap
     with cache.staging(place.key) as folder:
         fetch([CONFIG_FILE], folder)
         files.check_config(place.name, folder)
-        folder = cache.grow(folder, offer.num_bytes)
+        folder = cache.grow(folder, offer.num_bytes, room_until)
         with logged(place.name, folder, offer.num_bytes):
             fetch([name for name in offer.files if name != CONFIG_FILE], folder)
             source.check_unchanged(place, offer, token)
         version = files.check(place.name, folder).version
-        path = cache.publish(place.key, folder, Entry(place.name, version, offer.stamp, offer.is_private))
-    return files.check(place.name, path)
+        with cache.published(place.key, folder, Entry(place.name, version, offer.stamp, offer.is_private)) as path:
+            return files.check(place.name, path)

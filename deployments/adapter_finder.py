@@ -217,17 +217,15 @@ class AdapterFinder:
         return [msgspec.structs.replace(part, api_token=ref.api_token) for part in parts]
 
     async def _merged(self, ref: AdapterRef, refs: Sequence[AdapterRef]) -> Adapter:
-        parts: list[Adapter] = []
-        with ExitStack() as kept:
-            for part in refs:
-                parts.append(await self.find(part))  # goes on without this merge, and is joined by the next
-                kept.enter_context(self._needed(parts[-1]))  # one part's download must not evict another
-            loop = asyncio.get_running_loop()
-            merged = await loop.run_in_executor(self._readers, lambda: self._store.held_merge(ref, parts))
-            if merged is None:
-                async with self._turn((self._place(ref), False), num_at_once=1), self._merges:
-                    with _among(self._merging, asyncio.current_task()):
-                        merged = await loop.run_in_executor(self._mergers, lambda: self._store.merged(ref, parts))
+        parts = [await self.find(part) for part in refs]  # they go on without this merge, and are joined by the next
+        loop = asyncio.get_running_loop()
+        merged = await loop.run_in_executor(self._readers, lambda: self._store.held_merge(ref, parts))
+        if merged is None:
+            async with self._turn((self._place(ref), False), num_at_once=1), self._merges:
+                with _among(self._merging, asyncio.current_task()), ExitStack() as kept:
+                    for part in parts:  # not before: who holds a part and waits for room would keep others from theirs
+                        kept.enter_context(self._needed(part))
+                    merged = await loop.run_in_executor(self._mergers, lambda: self._store.merged(ref, parts))
         merged.account = account_of_merge(part.account for part in parts)
         merged.is_private = any(part.is_private for part in parts)
         return _of_its_place(merged)

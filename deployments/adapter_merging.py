@@ -13,7 +13,7 @@ from loray.deployments.adapters import Adapter
 from loray.deployments.disk_cache import DiskCache, Entry
 from loray.deployments.errors import AdapterChanged, AdapterFailed
 from loray.deployments.request import AdapterRef, MergeRecipe
-from loray.models.adapter import AdapterError, Shapes
+from loray.models.adapter import AdapterError, Shapes, signature
 from loray.models.adapter_config import FilesChanged
 
 MERGE_BYTES = 1 << 20  # room for a merge's names and ranks, beyond its values
@@ -34,6 +34,7 @@ def merge_into(cache: DiskCache, files: AdapterFiles, ref: AdapterRef, parts: Se
 
     ref: without a token; merge: raises AdapterError."""
     place, recipe, folders = merge_place(ref, parts), _recipe(ref), [Path(part.path) for part in parts]
+    _check_parts(place, parts)
     if recipe.strategy == "linear":  # the others are of no higher rank than their parts
         files.check_sum(place.address, folders)
     num_bytes = sum((folder / name).stat().st_size for folder in folders for name in FILES)
@@ -43,13 +44,18 @@ def merge_into(cache: DiskCache, files: AdapterFiles, ref: AdapterRef, parts: Se
         except AdapterError as error:
             kind = AdapterChanged if isinstance(error, FilesChanged) else AdapterFailed
             raise kind(f"adapter {place.address!r}: {_by_id(str(error), parts)}") from error
-        for part in parts:
-            if files.check(part.adapter_id, Path(part.path)).signature != part.signature:
-                raise AdapterChanged(f"adapter {place.address!r}: {part.adapter_id!r} has changed while it was merged")
+        _check_parts(place, parts)
         version = files.check(place.address, folder / "merged").version
         is_private = any(part.is_private for part in parts)
-        path = cache.publish(place.key, folder / "merged", Entry("", version, "", is_private, ref))
-    return files.check(place.address, path)
+        with cache.published(place.key, folder / "merged", Entry("", version, "", is_private, ref)) as path:
+            return files.check(place.address, path)
+
+
+def _check_parts(place: Place, parts: Sequence[Adapter]) -> None:
+    """Raises AdapterChanged, also where a part has left the disk."""
+    for part in parts:
+        if signature(Path(part.path)) != part.signature:
+            raise AdapterChanged(f"adapter {place.address!r}: {part.adapter_id!r} has changed while it was merged")
 
 
 def _by_id(reason: str, parts: Sequence[Adapter]) -> str:

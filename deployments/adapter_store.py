@@ -7,6 +7,7 @@ import contextlib
 import hashlib
 import logging
 import secrets
+import time
 from collections.abc import Iterator, Set
 from dataclasses import dataclass, field, replace
 from itertools import count
@@ -39,6 +40,7 @@ from loray.models.adapter import Shapes
 logger = logging.getLogger("ray.serve.loray")
 
 TOKEN_S = 300.0  # how long a token counts as one that may read
+ROOM_S = 30.0  # that a download waits for room on disk
 PROVEN_S = 3600.0  # how long one that could read does not wait among those of whom nobody knows
 MAX_REMEMBERED = 10_000
 
@@ -219,10 +221,11 @@ class AdapterStore:
         """What its source has, or what is on disk where the source does not answer."""
         key = wish.place.key
         wished, known = self._stale.get(key, 0), self._cache.entry(key)
+        room_until = 0.0 if known else time.monotonic() + ROOM_S  # what is there is served on meanwhile
         try:
             offer = self._describe(wish)  # before another's download is waited for: who may not read it is told at once
             with self._fetching.only_one(key):
-                adapter = self._held(wish) or self._fetch(wish, offer)
+                adapter = self._held(wish) or self._fetch(wish, offer, room_until)
             self._unrenewed.pop(key, None)
         except AdapterNotFound:
             if wish.token:  # a hub refuses one that it does not know also what everybody may read
@@ -230,7 +233,7 @@ class AdapterStore:
             if wished and known and not known.is_private:
                 self._withdraw(key, known)
             raise
-        except AdapterFailed as error:
+        except (AdapterFailed, Overloaded) as error:
             held = self._still_held(wish, error) if wished else None
             if held is None:
                 raise
@@ -280,14 +283,14 @@ class AdapterStore:
             self._readers.drop(lambda asker: asker[0] == key)
         return offer
 
-    def _fetch(self, wish: _Wish, offer: Offer) -> Adapter:
+    def _fetch(self, wish: _Wish, offer: Offer, room_until: float) -> Adapter:
         place = wish.place
         if offer.num_bytes > self._max_bytes:
             raise AdapterFailed(f"adapter {place.name!r}: {offer.num_bytes} bytes are more than disk_bytes ({self._max_bytes})")
         with self._cache.only_one(place.key):
-            return self._unchanged(wish, offer) or self._download(wish, offer)
+            return self._unchanged(wish, offer) or self._download(wish, offer, room_until)
 
-    def _still_held(self, wish: _Wish, error: AdapterFailed) -> Adapter | None:
+    def _still_held(self, wish: _Wish, error: LorayError) -> Adapter | None:
         """What is on disk, when its source could not be asked anew: it was good until now."""
         with contextlib.suppress(LorayError):
             if adapter := self._on_disk(wish):
@@ -313,10 +316,12 @@ class AdapterStore:
             self._cache.set_entry(key, msgspec.structs.replace(entry, is_private=offer.is_private))
         return adapter
 
-    def _download(self, wish: _Wish, offer: Offer) -> Adapter:
+    def _download(self, wish: _Wish, offer: Offer, room_until: float) -> Adapter:
         place = wish.place
+        if offer.num_bytes > self._max_bytes - self.max_pinned_bytes:  # pins may keep it out for ever
+            room_until = 0.0
         with _told_when_full(place.name), self._failures.of_source(place.key):
-            return download(self._sources[place.source], place, offer, wish.token, self._files, self._cache)
+            return download(self._sources[place.source], place, offer, wish.token, self._files, self._cache, room_until)
 
 
 @contextlib.contextmanager

@@ -32,7 +32,6 @@ ENTRY_FILE = "entry.json"
 REMOVED_FILE = "removed"  # in a version's folder: to be deleted as soon as nobody holds it
 MAX_REMEMBERED = 50_000  # entries
 FOUND_S = 0.2  # that may pass between finding an adapter and holding its files
-ROOM_S = 30.0  # that a newcomer waits for room
 LOOK_S = 0.1  # between two looks of this process for it, however many wait
 PARTIAL, LOCK_FILE = "partial", "lock"  # beside the keys; no key is written so
 ROOM = "room"  # nor so
@@ -152,8 +151,8 @@ class DiskCache:
 
     @contextmanager
     def staging(self, key: str, num_bytes: int = 0) -> Iterator[Path]:
-        """A folder to download into, for who is the only one of its key and publishes it; room for num_bytes is made before.
-        0: `grow` makes it later."""
+        """A folder to download into, for who is the only one of its key and publishes it; room for num_bytes is made before, or there is
+        none. 0: `grow` makes it later."""
         self._clean()
         self._delete_partial(key)  # by a process that died
         folder = self._partial / f"{key}.0"
@@ -165,10 +164,9 @@ class DiskCache:
         finally:
             self._delete_partial(key)
 
-    def grow(self, staged: Path, num_bytes: int) -> Path:
-        """Makes room for so many bytes in the staged folder, which has another name then. Waits for it a while: others are read into
-        memory or downloaded, and need theirs no more. Raises DiskFull and DiskBusy."""
-        until = time.monotonic() + ROOM_S
+    def grow(self, staged: Path, num_bytes: int, until: float = 0.0) -> Path:
+        """Makes room for so many bytes in the staged folder, which has another name then. Waits for it until that moment of the monotonic
+        clock: others are read into memory or downloaded, and need theirs no more. Raises DiskFull and DiskBusy."""
         self._waiting.add(staged)
         try:
             while True:
@@ -178,21 +176,27 @@ class DiskCache:
                         self._make_room(num_bytes, spared=staged.stem)
                         return staged.rename(staged.with_suffix(f".{num_bytes}"))
                 except DiskBusy:
-                    if began > until:
+                    if began >= until:
                         raise
-                time.sleep(max(LOOK_S, time.monotonic() - began) * len(self._waiting))
+                pause = max(LOOK_S, time.monotonic() - began) * len(self._waiting)
+                time.sleep(max(0.0, min(pause, until - time.monotonic())))
         finally:
             self._waiting.discard(staged)
 
-    def publish(self, key: str, staged: Path, entry: Entry) -> Path:
-        """From now on this is the key's version. Nobody looks into the folder before the entry names it."""
+    @contextmanager
+    def published(self, key: str, staged: Path, entry: Entry) -> Iterator[Path]:
+        """From now on this is the key's version, whose files stay until the end of the block at least."""
+        with self._locks.shared(_lock_name(self.path(key, entry.version))):
+            yield self._publish(key, staged, entry)
+
+    def _publish(self, key: str, staged: Path, entry: Entry) -> Path:
+        """Nobody looks into the folder before the entry names it."""
         folder = self.path(key, entry.version)
         stays = is_whole(folder, entry.version)  # who uses it would notice other files, even equal ones
         with self.only_one(ROOM):
             folder.mkdir(parents=True, exist_ok=True)
-            for name in FILES:
-                if not (stays and (folder / name).exists()):  # another process may have evicted it since
-                    os.replace(staged / name, folder / name)
+            for name in () if stays else FILES:
+                os.replace(staged / name, folder / name)
             for name in EXTRA_FILES:  # of no version: they change without it
                 if (staged / name).exists():
                     os.replace(staged / name, folder / name)

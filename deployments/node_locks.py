@@ -46,6 +46,13 @@ class NodeLocks:
         with self._open() as file:
             return [_lock(file, fcntl.F_OFD_GETLK, fcntl.F_WRLCK, name) == fcntl.F_UNLCK for name in names]
 
+    @contextmanager
+    def shared(self, name: str) -> Iterator[None]:
+        """Beside others who share it, whatever `share` and `unshare` do meanwhile. Waits until nobody has it for himself."""
+        with self._open() as file:
+            _lock(file, fcntl.F_OFD_SETLKW, fcntl.F_RDLCK, name)
+            yield
+
     def share(self, name: str) -> None:
         """Until `unshare`, beside others who share it. Waits for nobody: nothing happens where somebody has it for himself."""
         with suppress(OSError):  # also where the file can't be written: then nobody else can lock it either

@@ -22,6 +22,7 @@ NUM_ATTEMPTS = 3
 PAUSE_S = 0.5  # between them
 ANSWER_S = 10  # for a source to say what it has, and for credentials; the libraries try again for minutes
 HTTP_SCHEMES = ("https", "http")
+DENIED = set(range(400, 500)) - {408, 429}  # those say: not now
 QUERY = re.compile(r"\?\S+")  # of a URL that a library quotes: it may hold a token of storage_options
 EXTRAS = {"s3": "s3", "gs": "gcs", "az": "az"}  # scheme -> which of loray's extras brings its library
 HTTP_TIMEOUT = aiohttp.ClientTimeout(total=None, sock_connect=10, sock_read=30)  # seconds; a download may take long, a silence not
@@ -61,13 +62,13 @@ class UrlSource:
                 raise AdapterNotFound(f"adapter {place.name!r}: there is no {name}")
             if info is None:
                 raise missing_file(place, name, has_pickle=self._info(place, PICKLE_FILE) is not None)
-            if not isinstance(info.get("size"), int):
-                raise AdapterFailed(f"adapter {place.name!r}: the server does not say how large {name} is")
             infos[name] = info
         for name in EXTRA_FILES:
-            info = self._info(place, name)
-            if info and isinstance(info.get("size"), int):
+            if info := self._info(place, name):
                 infos[name] = info
+        for name, info in infos.items():
+            if not isinstance(info.get("size"), int):
+                raise AdapterFailed(f"adapter {place.name!r}: the server does not say how large {name} is")
         digests = {name: digest for name, info in infos.items() if (digest := told_digest(place.source, info))}
         sizes, stamp = {name: info["size"] for name, info in infos.items()}, _stamp(infos)
         changed = () if stamp else tuple(info.get("Last-Modified", "") for info in infos.values())
@@ -88,7 +89,7 @@ class UrlSource:
         return any(url == allowed or url.startswith(f"{allowed}/") for allowed in self._allowed)
 
     def _info(self, place: Place, name: str) -> dict[str, Any] | None:
-        """None: there is no such file. A storage may say "forbidden" to what is not there, which is enough for an extra file."""
+        """None: there is no such file. Servers deny in many ways what is not there, which is enough for an extra file."""
         try:
             info: dict[str, Any] = self._system(place.source).info(f"{place.address}/{name}", timeout=ANSWER_S)
         except Exception as error:  # of each storage's own library
@@ -98,7 +99,7 @@ class UrlSource:
                     return None
                 reason = error.__cause__  # over HTTP fsspec says "not found" to all that goes wrong
             status = _status(reason)
-            if status in (404, 410) or (name in EXTRA_FILES and status in (401, 403)):
+            if status in (404, 410) or (name in EXTRA_FILES and (isinstance(reason, OffTheList) or status in DENIED)):
                 return None
             raise _failed(place, reason) from None
         return info if info["type"] == "file" else None

@@ -18,7 +18,7 @@ from loray.deployments.config import AdapterArgs
 from loray.deployments.errors import InvalidRequest, Overloaded
 from loray.deployments.needed_folders import NeededFolders
 from loray.deployments.request import AdapterRef, MergeRecipe
-from tests.deployments.file_server import FileServer
+from tests.deployments.file_server import FileServer, Hold
 from tests.deployments.merging_here import merge_here, merge_ref
 from tests.deployments.peft_folder import SHAPES, save_folder
 
@@ -226,6 +226,29 @@ def test_the_parts_of_a_merge_stay_on_disk_until_it_is_made(world: World, tmp_pa
         assert unloaded == [part.path] and Path(part.path).is_dir(), "it may go now"
         await finder.free(part.path)
         assert not Path(part.path).exists()
+
+    run(work())
+
+
+def test_a_merge_holds_no_part_while_it_waits_for_another(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Several could wait for each other's room for ever."""
+    world.store.merge = merge_here
+    held, hold = [], world.store.hold
+    monkeypatch.setattr(world.store, "hold", lambda path: (held.append(path), hold(path)))
+    finder = AdapterFinder(world.store, max_waiting=10, needed=NeededFolders(world.store, lambda path: None).needed)
+    world.save_as("other")
+    other = f"{world.web.url}/other"
+    recipe = MergeRecipe(adapter_ids=(world.ref.adapter_id, other), weights=(0.5, 0.5))
+
+    async def work() -> None:
+        first = await finder.find(world.ref)
+        world.web.rules["/other/adapter_model.safetensors"] = waiting = Hold()
+        merge = asyncio.create_task(finder.find(AdapterRef(adapter_id="both", merge=recipe)))
+        await asyncio.to_thread(waiting.held.wait, 10)
+        assert not held
+        waiting.released.set()
+        await merge
+        assert first.path in held and len(held) == 2
 
     run(work())
 

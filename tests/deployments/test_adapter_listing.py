@@ -39,7 +39,8 @@ class World:
         staged = self.folder / "staged"
         save_folder(staged, rank=4, seed=seed)
         place = place_of(AdapterRef(adapter_id=name, source="" if "://" in name else "hub"), "local")
-        return self.cache.publish(place.key, staged, Entry(place.name, content_hash(staged), "stamp", is_private))
+        with self.cache.published(place.key, staged, Entry(place.name, content_hash(staged), "stamp", is_private)) as path:
+            return path
 
 
 def link(path: Path, to: Path) -> None:

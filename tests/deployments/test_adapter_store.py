@@ -2,6 +2,7 @@ import json
 import logging
 import shutil
 import threading
+import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -9,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from loray.deployments import adapter_store, disk_cache, remembered_failures
+from loray.deployments import adapter_store, remembered_failures
 from loray.deployments.adapter_merging import MERGE_BYTES
 from loray.deployments.adapter_room import ANY_ROOM, AdapterRoom
 from loray.deployments.adapter_sources import Offer
@@ -479,7 +480,7 @@ def test_the_disk_cache_stays_within_its_bytes_and_keeps_what_is_in_use(world: W
         last = store.find(ref)
     assert [store.disk_bytes(ref) for ref in refs] == [size, 0, 0, size]
     store.hold(last.path)
-    monkeypatch.setattr(disk_cache, "ROOM_S", 0.0)
+    monkeypatch.setattr(adapter_store, "ROOM_S", 0.0)
     busy = rf"/a1'.*no room for {size} bytes.*in use or pinned take {2 * size} and downloads under way 0; try again"
     with pytest.raises(Overloaded, match=busy):
         store.find(refs[1])
@@ -523,7 +524,7 @@ def test_a_file_of_another_size_than_the_hub_tells_is_refused_though_it_came_who
 
 
 def test_a_download_that_finds_no_room_is_told_what_takes_it(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(disk_cache, "ROOM_S", 0.0)
+    monkeypatch.setattr(adapter_store, "ROOM_S", 0.0)
     slow, other = world.on_web("slow"), world.on_web("other")
     size = sum(file.stat().st_size for file in (world.folder / "web" / "slow").iterdir())
     held, released = world.hold("slow")
@@ -535,6 +536,73 @@ def test_a_download_that_finds_no_room_is_told_what_takes_it(world: World, monke
             store.find(other)
         released.set()
         assert finding.result(60).num_pages == store.find(other).num_pages == 1
+
+
+def test_what_a_reload_finds_no_room_for_is_served_on_as_it_is(world: World) -> None:
+    ref = world.on_web("small")
+    size = sum(file.stat().st_size for file in (world.folder / "web" / "small").iterdir())
+    store = world.store(disk_bytes=1.5 * size)
+    old = store.find(ref)
+    store.hold(old.path)
+    world.on_web("small", seed=1)
+    store.forget(ref)
+    for _ in range(2):
+        found = store.find(ref)
+        assert found.version == old.version and f"no room for {size} bytes" in found.unrenewed
+    store.let_go(old.path)
+    store.forget(ref)
+    found = store.find(ref)
+    assert found.version != old.version and not found.unrenewed
+
+
+def test_what_pins_may_keep_out_for_ever_is_refused_at_once(world: World) -> None:
+    small, large = world.on_web("small"), world.on_web("large", rank=64)
+    sizes = [sum(file.stat().st_size for file in (world.folder / "web" / name).iterdir()) for name in ("small", "large")]
+    store = world.store(disk_bytes=sum(sizes) - 1)
+    store.hold(store.find(small).path)
+    with (
+        ThreadPoolExecutor(1) as thread,
+        pytest.raises(Overloaded, match=f"no room for {sizes[1]} bytes.*in use or pinned take {sizes[0]}"),
+    ):
+        thread.submit(store.find, large).result(adapter_store.ROOM_S / 2)
+
+
+def test_the_processes_of_a_node_wait_for_room_side_by_side(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(adapter_store, "ROOM_S", 2.0)
+    held, other = world.on_web("held"), world.on_web("other")
+    size = sum(file.stat().st_size for file in (world.folder / "web" / "held").iterdir())
+    first = world.store(disk_bytes=2.5 * size)
+    first.hold(first.find(held).path)
+    first.hold(first.find(world.on_web("too", seed=1)).path)
+    began = time.monotonic()
+    with ThreadPoolExecutor(4) as threads:
+        for waiting in [threads.submit(world.store(disk_bytes=2.5 * size).find, other) for _ in range(4)]:
+            with pytest.raises(Overloaded):
+                waiting.result()
+    assert time.monotonic() - began < 3 * adapter_store.ROOM_S
+
+
+def test_a_merge_waits_for_no_room_since_it_holds_its_parts(world: World) -> None:
+    part, other = world.on_web("part"), world.on_web("other")
+    store = world.store(disk_bytes=MERGE_BYTES + 4000)
+    store.merge = merging([])
+    found = store.find(part)
+    for each in (found, store.find(other)):
+        store.hold(each.path)
+    with ThreadPoolExecutor(1) as thread, pytest.raises(Overloaded, match="half.*no room"):
+        thread.submit(store.merged, merge_ref("half", "part", weights=(0.5,)), [found]).result(adapter_store.ROOM_S / 2)
+
+
+def test_a_merge_whose_part_has_left_the_disk_is_tried_again(world: World) -> None:
+    part = world.on_web("part")
+    store = world.store()
+    store.merge = merging([])
+    found = store.find(part)
+    store.remove(part)
+    half = merge_ref("half", "part", weights=(0.5,))
+    with pytest.raises(AdapterChanged):
+        store.merged(half, [found])
+    assert store.merged(half, [store.find(part)]).rank == 4
 
 
 def test_a_merge_that_can_never_fit_on_disk_says_so(world: World) -> None:

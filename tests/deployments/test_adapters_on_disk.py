@@ -10,7 +10,7 @@ from typing import Any
 import msgspec
 import pytest
 
-from loray.deployments import adapter_finder, adapter_service, disk_cache
+from loray.deployments import adapter_finder, adapter_service, adapter_store
 from loray.deployments.adapter_records import AdapterChange, AdapterSet
 from loray.deployments.adapter_registry import merge_replicas
 from loray.deployments.adapter_service import AdapterService
@@ -493,7 +493,7 @@ def test_what_is_unloaded_while_it_is_read_is_gone_from_disk_when_its_load_ends(
 
 @pytest.mark.parametrize("is_pinned", [True, False])
 def test_a_pin_keeps_files_on_disk_until_the_adapter_is_unloaded(world: World, is_pinned: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(disk_cache, "ROOM_S", 0.0)
+    monkeypatch.setattr(adapter_store, "ROOM_S", 0.0)
 
     async def work() -> None:
         service, _ = world.replica()
@@ -551,7 +551,7 @@ def test_pins_leave_half_of_the_disk_to_others(world: World) -> None:
 
 
 def test_a_replica_neither_evicts_nor_unloads_what_a_request_of_another_needs(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(disk_cache, "ROOM_S", 0.0)
+    monkeypatch.setattr(adapter_store, "ROOM_S", 0.0)
 
     async def work() -> None:
         (serving, _), (other, other_store) = world.replica(), world.replica(num_adapters=1)
@@ -647,11 +647,13 @@ def test_a_folder_is_held_for_each_who_needs_it_and_let_go_after_the_last() -> N
 
 def test_a_folder_is_let_go_once_before_the_end_where_its_files_are_needed_no_more() -> None:
     folders, unloaded, adapter = Folders(), [], Adapter("a", "a", "a", 1)
-    with NeededFolders(folders, unloaded.append).needed(adapter) as let_go:
-        let_go()
-        let_go()
-        assert folders.calls == ["hold a", "let go a"]
-    assert folders.calls == ["hold a", "let go a"] and unloaded == ["a"]
+    needed = NeededFolders(folders, unloaded.append)
+    with needed.needed(adapter):
+        with needed.needed(adapter) as let_go:
+            let_go()
+            let_go()
+        assert folders.calls == ["hold a", "hold a"], "the other one needs it still"
+    assert folders.calls[2:] == ["let go a"] and unloaded == ["a"]
 
 
 def test_a_folder_that_stays_pinned_is_never_let_go_between_and_is_when_its_pin_ends() -> None:

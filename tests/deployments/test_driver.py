@@ -95,6 +95,35 @@ def last_event(store: Store, engine: Engine, request: GenerationRequest) -> Toke
     return events[-1]
 
 
+def test_the_files_of_an_adapter_are_let_go_while_its_request_runs(
+    store: "AskedStore", engine: Engine, rank: RankInProcess, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Once they are in memory."""
+    let_go = threading.Event()
+    monkeypatch.setattr(store, "let_go", lambda path: bool(let_go.set()))
+    rank.slow_paths.add(str(store.find(AdapterRef(adapter_id="small")).path))
+    rank.pause_after(3)
+    socket, address = bind(zmq.PULL, "127.0.0.1")
+    request = request_for("small", max_new_tokens=50)
+
+    async def submit() -> None:
+        driver = local_driver(store, engine)
+        call = asyncio.create_task(driver.submit(msgspec.msgpack.encode(request), address.endpoint, address.public_key))
+        while not (copies := await asyncio.wrap_future(engine.call(lambda tiers: list(tiers.host._entries)))):
+            await asyncio.sleep(0.01)
+        await asyncio.sleep(0.1)
+        assert not let_go.is_set()
+        rank.prepare(copies[0])
+        while not let_go.is_set():
+            await asyncio.sleep(0.01)
+        assert not call.done()
+        rank.gate.set()
+        await call
+
+    with closing(socket):
+        run(submit())
+
+
 def test_a_deadline_holds_while_the_adapter_is_fetched(store: Store, engine: Engine) -> None:
     store.held = "small"
     last = last_event(store, engine, request_for("small", deadline_s=0.05))

@@ -299,7 +299,7 @@ def answering(status: int) -> Callable[[Handler], bool]:
     return rule
 
 
-@pytest.mark.parametrize("status", [401, 403, 404, 410])
+@pytest.mark.parametrize("status", [400, 401, 403, 404, 405, 410])
 def test_an_extra_file_that_a_server_denies_is_not_there(tmp_path: Path, server: FileServer, status: int) -> None:
     (tmp_path / "served" / "good" / "small" / "chat_template.jinja").write_text("mine")
     server.rules["/good/small/chat_template.jinja"] = answering(status)
@@ -314,6 +314,60 @@ def test_an_adapter_is_not_served_without_the_template_that_its_server_could_not
         source.describe(place, "")
     server.rules.clear()
     assert "chat_template.jinja" in source.describe(place, "").files
+
+
+def test_an_extra_file_for_which_a_server_sends_its_readers_off_the_list_is_not_there(tmp_path: Path, server: FileServer) -> None:
+    """As to where people log in."""
+
+    def away(handler: Handler) -> bool:
+        handler.reply(302, Location=f"{server.url}/login")
+        return True
+
+    server.rules["/good/small/chat_template.jinja"] = away
+    offer = UrlSource([f"{server.url}/good"], {}).describe(at(f"{server.url}/good/small"), "")
+    assert set(offer.files) == {"adapter_config.json", WEIGHTS}
+
+
+def test_an_extra_file_that_does_not_come_or_has_no_size_is_an_error(
+    tmp_path: Path, server: FileServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    template = tmp_path / "served" / "good" / "small" / "chat_template.jinja"
+    template.write_text("mine")
+
+    def in_pieces(handler: Handler) -> bool:
+        handler.send_response(200)
+        handler.send_header("Connection", "close")
+        handler.end_headers()
+        if handler.command == "GET":
+            handler.wfile.write(template.read_bytes())
+        handler.close_connection = True
+        return True
+
+    source, place = UrlSource([server.url], {}), at(f"{server.url}/good/small")
+    server.rules["/good/small/chat_template.jinja"] = in_pieces
+    with pytest.raises(AdapterFailed, match="does not say how large chat_template.jinja is"):
+        source.describe(place, "")
+    monkeypatch.setattr(url_source, "ANSWER_S", 0.5)
+    spoken = threading.Event()
+    server.rules["/good/small/chat_template.jinja"] = lambda handler: not spoken.wait(10)
+    with pytest.raises(AdapterFailed, match="small.*can't be read"):
+        source.describe(place, "")
+    spoken.set()
+
+
+@pytest.mark.parametrize("error", [PermissionError("Forbidden"), OSError("Forbidden: bucket/name\n…")], ids=["s3", "gs"])
+def test_a_storage_may_forbid_what_is_not_there(server: FileServer, monkeypatch: pytest.MonkeyPatch, error: OSError) -> None:
+    source, place = UrlSource([server.url], {}), at(f"{server.url}/good/small")
+    system = source._system("http")
+    info = system.info
+
+    def forbidding(path: str, **options: Any) -> Any:
+        if path.endswith(("chat_template.jinja", "tokenizer_config.json")):
+            raise error
+        return info(path, **options)
+
+    monkeypatch.setattr(system, "info", forbidding)
+    assert set(source.describe(place, "").files) == {"adapter_config.json", WEIGHTS}
 
 
 def test_a_server_that_sends_its_readers_round_in_circles_is_told_of(server: FileServer) -> None:
