@@ -42,6 +42,7 @@ class Store(Protocol):
 
     def find(self, ref: AdapterRef) -> Adapter: ...
     def held_merge(self, ref: AdapterRef, parts: list[Adapter]) -> Adapter | None: ...
+    def check_merge(self, ref: AdapterRef, parts: list[Adapter]) -> None: ...
     def merged(self, ref: AdapterRef, parts: list[Adapter]) -> Adapter: ...
     def is_local(self, ref: AdapterRef) -> bool: ...
     def named(self, ref: AdapterRef) -> AdapterRef: ...
@@ -217,7 +218,10 @@ class AdapterFinder:
         return [msgspec.structs.replace(part, api_token=ref.api_token) for part in parts]
 
     async def _merged(self, ref: AdapterRef, refs: Sequence[AdapterRef]) -> Adapter:
-        parts = [await self.find(part) for part in refs]  # they go on without this merge, and are joined by the next
+        parts: list[Adapter] = []
+        for wanted in refs:
+            parts.append(await self.find(wanted))  # goes on without this merge, and is joined by the next
+            await self.look(lambda: self._store.check_merge(ref, parts))
         loop = asyncio.get_running_loop()
         merged = await loop.run_in_executor(self._readers, lambda: self._store.held_merge(ref, parts))
         if merged is None:

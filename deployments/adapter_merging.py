@@ -11,7 +11,7 @@ from loray.deployments.adapter_files import AdapterFiles
 from loray.deployments.adapter_sources import FILES, Place
 from loray.deployments.adapters import Adapter
 from loray.deployments.disk_cache import DiskCache, Entry
-from loray.deployments.errors import AdapterChanged, AdapterFailed
+from loray.deployments.errors import AdapterChanged, AdapterFailed, Overloaded
 from loray.deployments.request import AdapterRef, MergeRecipe
 from loray.models.adapter import AdapterError, Shapes, signature
 from loray.models.adapter_config import FilesChanged
@@ -30,7 +30,7 @@ def merge_place(ref: AdapterRef, parts: Sequence[Adapter]) -> Place:
 
 
 def merge_into(cache: DiskCache, files: AdapterFiles, ref: AdapterRef, parts: Sequence[Adapter], merge: Merge, shapes: Shapes) -> Adapter:
-    """For who is the only one of the place's key. Raises AdapterFailed, AdapterChanged, DiskFull and DiskBusy.
+    """For who is the only one of the place's key. Raises AdapterFailed, AdapterChanged, Overloaded, DiskFull and DiskBusy.
 
     ref: without a token; merge: raises AdapterError."""
     place, recipe, folders = merge_place(ref, parts), _recipe(ref), [Path(part.path) for part in parts]
@@ -52,9 +52,12 @@ def merge_into(cache: DiskCache, files: AdapterFiles, ref: AdapterRef, parts: Se
 
 
 def _check_parts(place: Place, parts: Sequence[Adapter]) -> None:
-    """Raises AdapterChanged, also where a part has left the disk."""
+    """Raises AdapterChanged and Overloaded."""
     for part in parts:
-        if signature(Path(part.path)) != part.signature:
+        files = signature(Path(part.path))
+        if not files:
+            raise Overloaded(f"adapter {place.address!r}: {part.adapter_id!r} has left the disk, where others needed room; try again")
+        if files != part.signature:
             raise AdapterChanged(f"adapter {place.address!r}: {part.adapter_id!r} has changed while it was merged")
 
 

@@ -20,7 +20,7 @@ from loray.deployments.adapter_download import download
 from loray.deployments.adapter_errors import only_loray_errors
 from loray.deployments.adapter_files import AdapterFiles
 from loray.deployments.adapter_listing import AdapterListing
-from loray.deployments.adapter_merging import Merge, merge_into, merge_place
+from loray.deployments.adapter_merging import MERGE_BYTES, Merge, merge_into, merge_place
 from loray.deployments.adapter_room import ANY_ROOM, AdapterRoom
 from loray.deployments.adapter_sources import URL_SCHEMES, Offer, Place, Places, Source, named
 from loray.deployments.adapter_status import TierUse
@@ -99,6 +99,15 @@ class AdapterStore:
         if adapter:
             adapter.adapter_id = ref.adapter_id
         return adapter
+
+    def check_merge(self, ref: AdapterRef, parts: list[Adapter]) -> None:
+        """Raises AdapterFailed if there could never be room for these parts, and what may come of them, side by side."""
+        num_bytes = sum(self._cache.bytes_at(part.path) for part in parts)
+        if num_bytes and 3 * num_bytes + MERGE_BYTES > self._max_bytes:
+            raise AdapterFailed(
+                f"adapter {ref.adapter_id!r}: with its parts it may take {3 * num_bytes + MERGE_BYTES} bytes on disk, more than "
+                f"adapters.disk_bytes ({self._max_bytes})"
+            )
 
     def merged(self, ref: AdapterRef, parts: list[Adapter]) -> Adapter:
         """The same, made where it is not on disk, and kept like a download."""
@@ -221,9 +230,11 @@ class AdapterStore:
         """What its source has, or what is on disk where the source does not answer."""
         key = wish.place.key
         wished, known = self._stale.get(key, 0), self._cache.entry(key)
-        room_until = 0.0 if known else time.monotonic() + ROOM_S  # what is there is served on meanwhile
+        room_until = 0.0 if wished and known else time.monotonic() + ROOM_S  # what is there is served on meanwhile
         try:
             offer = self._describe(wish)  # before another's download is waited for: who may not read it is told at once
+            if known and offer.is_private and not known.is_private:
+                self._set_private(key, known)  # whatever becomes of the download
             with self._fetching.only_one(key):
                 adapter = self._held(wish) or self._fetch(wish, offer, room_until)
             self._unrenewed.pop(key, None)
@@ -288,7 +299,7 @@ class AdapterStore:
         if offer.num_bytes > self._max_bytes:
             raise AdapterFailed(f"adapter {place.name!r}: {offer.num_bytes} bytes are more than disk_bytes ({self._max_bytes})")
         with self._cache.only_one(place.key):
-            return self._unchanged(wish, offer) or self._download(wish, offer, room_until)
+            return self._held(wish) or self._unchanged(wish, offer) or self._download(wish, offer, room_until)
 
     def _still_held(self, wish: _Wish, error: LorayError) -> Adapter | None:
         """What is on disk, when its source could not be asked anew: it was good until now."""
@@ -298,6 +309,11 @@ class AdapterStore:
                 logger.warning("%s; what is on disk is served on", error.message)
                 return adapter
         return None
+
+    def _set_private(self, key: str, known: Entry) -> None:
+        with self._fetching.only_one(key), self._cache.only_one(key):
+            if self._cache.entry(key) == known:  # else it was fetched since its source was asked
+                self._cache.set_entry(key, msgspec.structs.replace(known, is_private=True))
 
     def _withdraw(self, key: str, known: Entry) -> None:
         """What everybody could have is for nobody without a token any more: no other process is to serve or list it either."""

@@ -187,7 +187,9 @@ class DiskCache:
     def published(self, key: str, staged: Path, entry: Entry) -> Iterator[Path]:
         """From now on this is the key's version, whose files stay until the end of the block at least."""
         with self._locks.shared(_lock_name(self.path(key, entry.version))):
-            yield self._publish(key, staged, entry)
+            path = self._publish(key, staged, entry)
+            self._delete_partial(key)  # it counts no more
+            yield path
 
     def _publish(self, key: str, staged: Path, entry: Entry) -> Path:
         """Nobody looks into the folder before the entry names it."""

@@ -135,10 +135,9 @@ class HostTier:
     def _make_room(self, num_bytes: int) -> bool:
         missing = self.num_bytes + num_bytes - self.max_bytes
         victims = []
-        for copy, entry in self._entries.items():
-            if missing <= 0:
-                break
-            if not entry.is_needed:
+        unneeded = [(copy, entry) for copy, entry in self._entries.items() if not entry.is_needed] if missing > 0 else []
+        for copy, entry in sorted(unneeded, key=lambda one: one[1].adapter.references > 0):  # running answers may need it once more
+            if missing > 0:
                 victims.append(copy)
                 missing -= entry.num_bytes
         if missing > 0:

@@ -244,8 +244,7 @@ def test_a_merge_holds_no_part_while_it_waits_for_another(world: World, monkeypa
         first = await finder.find(world.ref)
         world.web.rules["/other/adapter_model.safetensors"] = waiting = Hold()
         merge = asyncio.create_task(finder.find(AdapterRef(adapter_id="both", merge=recipe)))
-        await asyncio.to_thread(waiting.held.wait, 10)
-        assert not held
+        assert await asyncio.to_thread(waiting.held.wait, 10) and not held
         waiting.released.set()
         await merge
         assert first.path in held and len(held) == 2

@@ -593,16 +593,24 @@ def test_a_merge_waits_for_no_room_since_it_holds_its_parts(world: World) -> Non
         thread.submit(store.merged, merge_ref("half", "part", weights=(0.5,)), [found]).result(adapter_store.ROOM_S / 2)
 
 
-def test_a_merge_whose_part_has_left_the_disk_is_tried_again(world: World) -> None:
+def test_a_merge_whose_part_has_left_the_disk_for_others_is_not_made_now(world: World) -> None:
     part = world.on_web("part")
     store = world.store()
     store.merge = merging([])
     found = store.find(part)
     store.remove(part)
     half = merge_ref("half", "part", weights=(0.5,))
-    with pytest.raises(AdapterChanged):
+    with pytest.raises(Overloaded, match=r"half.*/part' has left the disk.*try again"):
         store.merged(half, [found])
     assert store.merged(half, [store.find(part)]).rank == 4
+
+
+def test_parts_that_could_never_lie_beside_their_merge_are_refused_before_it_is_made(world: World) -> None:
+    parts = [world.store(disk_bytes=MERGE_BYTES + 4000).find(world.on_web(name, seed=seed)) for seed, name in enumerate("ab")]
+    store, both = world.store(disk_bytes=MERGE_BYTES + 4000), merge_ref("both", "a", "b", weights=(0.5, 0.5))
+    store.check_merge(both, parts[:1])
+    with pytest.raises(AdapterFailed, match=r"both.*with its parts it may take \d+ bytes on disk, more than adapters.disk_bytes"):
+        store.check_merge(both, parts)
 
 
 def test_a_merge_that_can_never_fit_on_disk_says_so(world: World) -> None:

@@ -222,3 +222,13 @@ def test_what_is_to_go_on_stands_neither_in_the_way_of_its_own_pin_nor_counts_tw
     assert HostTier(50, PAGE).could_pin(begun, [], [begun]) and not HostTier(50, PAGE).could_pin(adapter("a", 3), [], [begun])
     begun.is_pinned = True
     assert HostTier(60, PAGE).could_pin(adapter("a", 2), [begun], [begun])
+
+
+def test_what_running_answers_have_goes_after_what_nobody_uses() -> None:
+    """They may need it once more, if they give way to others."""
+    tier, used, unused = HostTier(20, PAGE), adapter("used", references=1), adapter("unused")
+    hold(tier, used, unused)
+    used.page_ids = [0]
+    for name, left in (("new", ["unused"]), ("newer", ["used"])):
+        tier.want(adapter(name))
+        assert names(tier.take_orders()[1]) == left

@@ -118,3 +118,19 @@ def test_a_later_wish_for_what_the_source_has_now_outlives_an_earlier_answer(hub
         hub.door.set()
         slow.result()
     assert store.is_stale(secret("good"))
+
+
+def test_what_has_become_private_is_for_nobody_else_though_its_new_version_does_not_come(hub: Hub, store: AdapterStore) -> None:
+    hub.readers.pop("org/secret")
+    old = store.find(secret(""))
+    assert not old.is_private
+    hub.readers["org/secret"] = {"good"}
+    save_folder(hub.root / "org" / "secret", rank=64, seed=1)
+    store._max_bytes = store._cache._max_bytes = 10_000  # there is no room for it
+    store.hold(old.path)
+    store.forget(secret("good"))
+    found = store.find(secret("good"))
+    assert found.version == old.version and found.unrenewed and found.is_private
+    with pytest.raises(AdapterNotFound):
+        store.find(secret(""))
+    assert store.names() == []
