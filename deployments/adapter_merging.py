@@ -29,6 +29,11 @@ def merge_place(ref: AdapterRef, parts: Sequence[Adapter]) -> Place:
     return Place("merge", ref.adapter_id, hashlib.blake2b(origin, digest_size=12).hexdigest())
 
 
+def room_for_merge(num_bytes: int) -> int:
+    """On disk, at most. num_bytes: of its parts."""
+    return 2 * num_bytes + MERGE_BYTES  # halves become float32
+
+
 def merge_into(cache: DiskCache, files: AdapterFiles, ref: AdapterRef, parts: Sequence[Adapter], merge: Merge, shapes: Shapes) -> Adapter:
     """For who is the only one of the place's key. Raises AdapterFailed, AdapterChanged, Overloaded, DiskFull and DiskBusy.
 
@@ -38,7 +43,7 @@ def merge_into(cache: DiskCache, files: AdapterFiles, ref: AdapterRef, parts: Se
     if recipe.strategy == "linear":  # the others are of no higher rank than their parts
         files.check_sum(place.address, folders)
     num_bytes = sum((folder / name).stat().st_size for folder in folders for name in FILES)
-    with cache.staging(place.key, 2 * num_bytes + MERGE_BYTES) as folder:  # halves become float32
+    with cache.staging(place.key, room_for_merge(num_bytes)) as folder:
         try:
             merge(folders, recipe.weights, _method(recipe), shapes, folder / "merged")
         except AdapterError as error:

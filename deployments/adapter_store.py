@@ -20,7 +20,7 @@ from loray.deployments.adapter_download import download
 from loray.deployments.adapter_errors import only_loray_errors
 from loray.deployments.adapter_files import AdapterFiles
 from loray.deployments.adapter_listing import AdapterListing
-from loray.deployments.adapter_merging import MERGE_BYTES, Merge, merge_into, merge_place
+from loray.deployments.adapter_merging import Merge, merge_into, merge_place, room_for_merge
 from loray.deployments.adapter_room import ANY_ROOM, AdapterRoom
 from loray.deployments.adapter_sources import URL_SCHEMES, Offer, Place, Places, Source, named
 from loray.deployments.adapter_status import TierUse
@@ -102,12 +102,11 @@ class AdapterStore:
 
     def check_merge(self, ref: AdapterRef, parts: list[Adapter]) -> None:
         """Raises AdapterFailed if there could never be room for these parts, and what may come of them, side by side."""
-        num_bytes = sum(self._cache.bytes_at(part.path) for part in parts)
-        if num_bytes and 3 * num_bytes + MERGE_BYTES > self._max_bytes:
-            raise AdapterFailed(
-                f"adapter {ref.adapter_id!r}: with its parts it may take {3 * num_bytes + MERGE_BYTES} bytes on disk, more than "
-                f"adapters.disk_bytes ({self._max_bytes})"
-            )
+        sizes = {part.path: self._cache.bytes_at(part.path) for part in parts}
+        num_bytes = sum(sizes.values()) + room_for_merge(sum(sizes[part.path] for part in parts))
+        if num_bytes > self._max_bytes:
+            reason = f"with its parts it may take {num_bytes} bytes on disk, more than adapters.disk_bytes ({self._max_bytes})"
+            raise AdapterFailed(f"adapter {ref.adapter_id!r}: {reason}")
 
     def merged(self, ref: AdapterRef, parts: list[Adapter]) -> Adapter:
         """The same, made where it is not on disk, and kept like a download."""

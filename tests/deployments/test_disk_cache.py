@@ -36,6 +36,16 @@ def keep(cache: DiskCache, key: str, num_bytes: int, seed: int = 0, last_used: f
     return path
 
 
+def full_of_what_is_held(tmp_path: Path) -> tuple[DiskCache, list[Path], int]:
+    """The cache, its two versions, and the bytes of one."""
+    size = folder_bytes(tmp_path)
+    cache = DiskCache(tmp_path / "cache", 2 * size)
+    paths = [keep(cache, f"hub-{i}", size, seed=i) for i in range(2)]
+    for path in paths:
+        cache.hold(str(path))
+    return cache, paths, size
+
+
 def test_an_entry_is_read_again_only_when_it_has_changed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     cache, other = DiskCache(tmp_path / "cache", 1 << 20), DiskCache(tmp_path / "cache", 1 << 20)
     keep(other, KEY, folder_bytes(tmp_path))
@@ -83,22 +93,14 @@ def test_the_version_that_a_download_is_to_replace_goes_last(tmp_path: Path) -> 
 
 
 def test_when_all_stays_in_use_nothing_is_evicted_and_the_newcomer_is_refused(tmp_path: Path) -> None:
-    size = folder_bytes(tmp_path)
-    cache = DiskCache(tmp_path / "cache", 2 * size)
-    paths = [keep(cache, f"hub-{i}", size, seed=i) for i in range(2)]
-    for path in paths:
-        cache.hold(str(path))
+    cache, paths, size = full_of_what_is_held(tmp_path)
     with pytest.raises(DiskBusy, match=f"{size} bytes.*in use or pinned take {2 * size} and downloads under way 0"):
         keep(cache, "hub-2", size)
     assert all(path.exists() for path in paths)
 
 
 def test_a_newcomer_waits_until_somebody_needs_his_files_no_more(tmp_path: Path) -> None:
-    size = folder_bytes(tmp_path)
-    cache = DiskCache(tmp_path / "cache", 2 * size)
-    paths = [keep(cache, f"hub-{i}", size, seed=i) for i in range(2)]
-    for path in paths:
-        cache.hold(str(path))
+    cache, paths, size = full_of_what_is_held(tmp_path)
     with ThreadPoolExecutor(1) as threads:
         waiting = threads.submit(keep, cache, "hub-2", size, seed=2, patience_s=30)
         while not (cache._waiting or waiting.done()):
@@ -156,11 +158,7 @@ def test_what_finds_no_room_beside_what_is_in_use_evicts_nothing(tmp_path: Path)
 
 
 def test_what_somebody_holds_since_it_was_looked_at_makes_no_room(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    size = folder_bytes(tmp_path)
-    cache = DiskCache(tmp_path / "cache", 2 * size)
-    paths = [keep(cache, f"hub-{i}", size, seed=i) for i in range(2)]
-    for path in paths:
-        cache.hold(str(path))
+    cache, paths, size = full_of_what_is_held(tmp_path)
     monkeypatch.setattr(cache._locks, "are_free", lambda names: [True] * len(names))  # a moment ago
     with pytest.raises(DiskBusy, match=f"in use or pinned take {2 * size} "):
         keep(cache, "hub-2", size)
