@@ -1,7 +1,8 @@
 """Every test that needs a GPU, and compute-sanitizer over our kernels in those of them: `python -m benchmarks.gpu_tests --out FILE`
 
-Tests of kernels run side by side, in processes of some dozens of tests each, the others one after another. Parts that FILE has are not
-run again. Exits with 1 if a test failed or the sanitizer found something.
+Tests of kernels (once under the sanitizer's memcheck) and of models run side by side, in processes of some dozens of tests each; those of
+the server, which takes most of the GPU's memory, alone. Parts that FILE has are not run again. Exits with 1 if a test failed or the
+sanitizer found something.
 """
 
 import argparse
@@ -15,29 +16,29 @@ import time
 from collections import Counter
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from functools import partial
 from pathlib import Path
 from typing import Any
 from xml.etree import ElementTree
 
 from benchmarks.environment import environment
 
+PARTS = ["sanitizer", "models", "server", "kernels"]
 HERE = Path(__file__).parents[1]
 PYTEST = [sys.executable, "-m", "pytest", "-q", "-p", "no:xdist", "-m", "gpu", "--timeout=0"]
 SANITIZER = ["compute-sanitizer", "--tool", "memcheck", "--kernel-regex", "kns=_kernel", "--error-exitcode", "7"]
 UNCACHED = {"PYTORCH_NO_CUDA_MEMORY_CACHING": "1"}  # else what lies behind a tensor may be read unnoticed: it belongs to the process
 SUMMARY = re.compile(r"ERROR SUMMARY: (\d+) error")
-MARKED = re.compile(r"mark\.gpu|marks=ON_GPU")
 CAPTURES = "graph"  # in the name of a test
-TESTS_AT_ONCE = 30  # in a process
+TESTS_AT_ONCE = {"tests/kernels": 30, "tests/models": 12, "tests/e2e": 1}  # in a process
 
 
 def collected(folder: str) -> list[list[str]]:
-    """The tests of kernels, for each process. Those that capture graphs, which takes PyTorch's caching, have their own."""
+    """The tests for each process. Those that capture graphs, which takes PyTorch's caching, have their own."""
     listing = subprocess.run([*PYTEST, "--collect-only", folder], capture_output=True, text=True, cwd=HERE, check=True).stdout
     tests = [line for line in listing.splitlines() if "::" in line]
     kinds = [test for test in tests if CAPTURES not in test], [test for test in tests if CAPTURES in test]
-    return [kind[i : i + TESTS_AT_ONCE] for kind in kinds for i in range(0, len(kind), TESTS_AT_ONCE)]
+    at_once = TESTS_AT_ONCE[folder]
+    return [kind[i : i + at_once] for kind in kinds for i in range(0, len(kind), at_once)]
 
 
 def run_tests(tests: Sequence[str], prefix: Sequence[str] = ()) -> Counter[str]:
@@ -78,22 +79,22 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--out", type=Path, required=True)
     parser.add_argument("--commit", default="", help="what is tested")
-    parser.add_argument("--processes", type=int, default=14, help="for tests of kernels")
+    parser.add_argument("--processes", type=int, default=14, help="side by side")
+    parser.add_argument("--parts", nargs="+", choices=PARTS, default=PARTS)
     options = parser.parse_args()
     report = json.loads(options.out.read_text()) if options.out.exists() else environment("python -m benchmarks.gpu_tests --out FILE")
-    others = (file for file in sorted((HERE / "tests").rglob("test_*.py")) if file.parent.name != "kernels")
-    files = [str(file.relative_to(HERE)) for file in others if MARKED.search(file.read_text())]
     parts: dict[str, Callable[[], dict[str, Any]]] = {
-        "kernels under compute-sanitizer memcheck": lambda: run_all(collected("tests/kernels"), options.processes, SANITIZER),
+        "sanitizer": lambda: run_all(collected("tests/kernels"), options.processes, SANITIZER),
+        "models": lambda: run_all(collected("tests/models"), options.processes),
+        "server": lambda: run_all(collected("tests/e2e"), processes=1),
         "kernels": lambda: run_all(collected("tests/kernels"), options.processes),
-        **{file: partial(run_all, [[file]], 1) for file in files},
     }
-    for name, run in parts.items():
+    for name in options.parts:
         if name not in report:
-            report[name] = {"commit": options.commit, **run()}
+            report[name] = {"commit": options.commit, **parts[name]()}
             options.out.write_text(json.dumps(report, indent=2) + "\n")
         print(name, report[name], flush=True)
-    sys.exit(any(report[name]["failed"] or report[name].get("sanitizer_errors") for name in parts))
+    sys.exit(any(report[name]["failed"] or report[name].get("sanitizer_errors") for name in options.parts))
 
 
 if __name__ == "__main__":
