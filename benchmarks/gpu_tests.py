@@ -29,7 +29,7 @@ SANITIZER = ["compute-sanitizer", "--tool", "memcheck", "--kernel-regex", "kns=_
 UNCACHED = {"PYTORCH_NO_CUDA_MEMORY_CACHING": "1"}  # else what lies behind a tensor may be read unnoticed: it belongs to the process
 SUMMARY = re.compile(r"ERROR SUMMARY: (\d+) error")
 CAPTURES = "graph"  # in the name of a test
-TESTS_AT_ONCE = {"tests/kernels": 30, "tests/models": 12, "tests/e2e": 1}  # in a process
+TESTS_AT_ONCE = {"tests/kernels": 30, "tests/models": 12}  # in a process
 
 
 def collected(folder: str) -> list[list[str]]:
@@ -86,7 +86,7 @@ def main() -> None:
     parts: dict[str, Callable[[], dict[str, Any]]] = {
         "sanitizer": lambda: run_all(collected("tests/kernels"), options.processes, SANITIZER),
         "models": lambda: run_all(collected("tests/models"), options.processes),
-        "server": lambda: run_all(collected("tests/e2e"), processes=1),
+        "server": lambda: run_all([["tests/e2e/test_gpu.py"]], processes=1),
         "kernels": lambda: run_all(collected("tests/kernels"), options.processes),
     }
     for name in options.parts:
