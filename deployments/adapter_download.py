@@ -13,15 +13,19 @@ from loray.models.adapter_config import CONFIG_FILE
 
 
 def download(source: Source, place: Place, offer: Offer, token: str, files: AdapterFiles, cache: DiskCache, room_until: float) -> Adapter:
-    """For who is the only one of the place's key. Raises AdapterFailed, DiskFull and DiskBusy.
+    """For who is the only one of the place's key. Raises AdapterFailed, AdapterChanged, DiskFull and DiskBusy.
 
     room_until: how long room on disk is waited for, by the monotonic clock."""
 
     def fetch(names: Sequence[str], folder: Path) -> None:
-        source.fetch(place, offer, names, token, folder)
-        for name in names:
-            if (num_bytes := (folder / name).stat().st_size) != offer.files[name]:
-                raise AdapterFailed(f"adapter {place.name!r}: {name} has {offer.files[name]} bytes, {num_bytes} came")
+        try:
+            source.fetch(place, offer, names, token, folder)
+            for name in names:
+                if (num_bytes := (folder / name).stat().st_size) != offer.files[name]:
+                    raise AdapterFailed(f"adapter {place.name!r}: {name} has {offer.files[name]} bytes, {num_bytes} came")
+        except AdapterFailed:
+            source.check_unchanged(place, offer, token)  # else that is why
+            raise
 
     files.check_sizes(place.name, offer.files)
     with cache.staging(place.key) as folder:
@@ -33,4 +37,6 @@ def download(source: Source, place: Place, offer: Offer, token: str, files: Adap
             source.check_unchanged(place, offer, token)
         version = files.check(place.name, folder).version
         with cache.published(place.key, folder, Entry(place.name, version, offer.stamp, offer.is_private)) as path:
-            return files.check(place.name, path)
+            adapter = files.check(place.name, path)
+    adapter.is_private = offer.is_private
+    return adapter

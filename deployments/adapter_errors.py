@@ -5,7 +5,8 @@ import logging
 import traceback
 from collections.abc import Iterator
 
-from loray.deployments.errors import AdapterFailed, LorayError
+from loray.deployments.disk_cache import DiskBusy, DiskFull
+from loray.deployments.errors import AdapterFailed, LorayError, Overloaded
 
 logger = logging.getLogger("ray.serve.loray")
 
@@ -21,3 +22,14 @@ def only_loray_errors(name: str) -> Iterator[None]:
         logger.error("adapter %s: %s\n%s", name, type(error).__name__, "".join(traceback.format_tb(error.__traceback__)))
         reason = (isinstance(error, OSError) and error.strerror) or type(error).__name__
         raise AdapterFailed(f"adapter {name!r}: {reason}") from None
+
+
+@contextlib.contextmanager
+def told_when_full(name: str) -> Iterator[None]:
+    """name: the adapter's."""
+    try:
+        yield
+    except DiskFull as error:
+        raise AdapterFailed(f"adapter {name!r}: {error}") from None
+    except DiskBusy as error:
+        raise Overloaded(f"adapter {name!r}: {error}; try again") from None

@@ -5,6 +5,7 @@ Lives on the driver's event loop. Knows neither tiers nor Ray.
 
 import asyncio
 import hashlib
+import time
 from collections import Counter
 from collections.abc import AsyncIterator, Callable, Iterator, Sequence, Set
 from concurrent.futures import ThreadPoolExecutor
@@ -40,7 +41,7 @@ class Store(Protocol):
 
     max_pinned_bytes: int  # on disk
 
-    def find(self, ref: AdapterRef) -> Adapter: ...
+    def find(self, ref: AdapterRef, asked: float | None = None) -> Adapter: ...
     def held_merge(self, ref: AdapterRef, parts: list[Adapter]) -> Adapter | None: ...
     def check_merge(self, ref: AdapterRef, parts: list[Adapter]) -> None: ...
     def merged(self, ref: AdapterRef, parts: list[Adapter]) -> Adapter: ...
@@ -52,6 +53,7 @@ class Store(Protocol):
     def hold(self, path: str) -> None: ...
     def let_go(self, path: str) -> bool: ...
     def free(self, path: str) -> None: ...
+    def is_on_disk(self, ref: AdapterRef) -> bool: ...
     def disk_bytes(self, ref: AdapterRef, path: str = "") -> int: ...
     def folder_bytes(self, path: str) -> int: ...
     def disk_use(self, ref: AdapterRef, path: str = "") -> TierUse: ...
@@ -178,10 +180,11 @@ class AdapterFinder:
             search.exception()  # told to those who wait, if there are any left
 
     async def _found(self, ref: AdapterRef) -> Adapter:
+        asked = time.monotonic()
         is_here = self._store.is_local(ref) or await self.look(lambda: self._is_on_disk(ref))
         threads = self._readers if is_here else self._finders  # what is here does not wait for downloads
         async with self._turn((self._place(ref), is_here), NUM_AT_A_PLACE):
-            adapter = await asyncio.get_running_loop().run_in_executor(threads, lambda: self._store.find(ref))
+            adapter = await asyncio.get_running_loop().run_in_executor(threads, lambda: self._store.find(ref, asked))
         adapter.account = account_of(self._store.named(ref), adapter.path)
         return _of_its_place(adapter)
 
@@ -202,7 +205,7 @@ class AdapterFinder:
     def _is_on_disk(self, ref: AdapterRef) -> bool:
         """And its source need not be asked what it has now, nor who may read it, but for those who could a while ago."""
         may_read = not self._store.is_private(ref) or self._store.is_proven(ref)
-        return may_read and self._store.disk_bytes(ref) > 0 and not self._store.is_stale(ref)
+        return may_read and self._store.is_on_disk(ref) and not self._store.is_stale(ref)
 
     def _place(self, ref: AdapterRef) -> str:
         """One for all merges of the same adapters: their weights, their order and how often each is named make endlessly many."""

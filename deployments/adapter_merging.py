@@ -29,9 +29,13 @@ def merge_place(ref: AdapterRef, parts: Sequence[Adapter]) -> Place:
     return Place("merge", ref.adapter_id, hashlib.blake2b(origin, digest_size=12).hexdigest())
 
 
-def room_for_merge(num_bytes: int) -> int:
-    """On disk, at most. num_bytes: of its parts."""
-    return 2 * num_bytes + MERGE_BYTES  # halves become float32
+def check_room(cache: DiskCache, ref: AdapterRef, parts: Sequence[Adapter]) -> None:
+    """Raises AdapterFailed if there could never be room for these parts, and what may come of them, side by side."""
+    sizes = {part.path: cache.bytes_at(part.path) for part in parts}
+    num_bytes = sum(sizes.values()) + _most_bytes(sum(sizes[part.path] for part in parts))
+    if num_bytes > cache.max_bytes:
+        reason = f"with its parts it may take {num_bytes} bytes on disk, more than adapters.disk_bytes ({cache.max_bytes})"
+        raise AdapterFailed(f"adapter {ref.adapter_id!r}: {reason}")
 
 
 def merge_into(cache: DiskCache, files: AdapterFiles, ref: AdapterRef, parts: Sequence[Adapter], merge: Merge, shapes: Shapes) -> Adapter:
@@ -43,7 +47,7 @@ def merge_into(cache: DiskCache, files: AdapterFiles, ref: AdapterRef, parts: Se
     if recipe.strategy == "linear":  # the others are of no higher rank than their parts
         files.check_sum(place.address, folders)
     num_bytes = sum((folder / name).stat().st_size for folder in folders for name in FILES)
-    with cache.staging(place.key, room_for_merge(num_bytes)) as folder:
+    with cache.staging(place.key, _most_bytes(num_bytes)) as folder:
         try:
             merge(folders, recipe.weights, _method(recipe), shapes, folder / "merged")
         except AdapterError as error:
@@ -54,6 +58,11 @@ def merge_into(cache: DiskCache, files: AdapterFiles, ref: AdapterRef, parts: Se
         is_private = any(part.is_private for part in parts)
         with cache.published(place.key, folder / "merged", Entry("", version, "", is_private, ref)) as path:
             return files.check(place.address, path)
+
+
+def _most_bytes(num_bytes: int) -> int:
+    """On disk. num_bytes: of its parts."""
+    return 2 * num_bytes + MERGE_BYTES  # halves become float32
 
 
 def _check_parts(place: Place, parts: Sequence[Adapter]) -> None:

@@ -77,7 +77,7 @@ class Source(Protocol):
         """Write these files of the offer, whole and with their digests, into the folder."""
 
     def check_unchanged(self, place: Place, offer: Offer, token: str) -> None:
-        """Raises if files that were fetched since the offer was made may be of different versions."""
+        """Raises AdapterChanged if files that were fetched since the offer was made may be of different versions."""
 
     def may_read(self, place: Place, token: str) -> bool: ...
 

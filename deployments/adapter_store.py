@@ -4,11 +4,9 @@ Blocking, and for many threads at once; who waits for a download delays nobody b
 """
 
 import contextlib
-import hashlib
 import logging
-import secrets
 import time
-from collections.abc import Iterator, Set
+from collections.abc import Set
 from dataclasses import dataclass, field, replace
 from itertools import count
 from pathlib import Path
@@ -17,18 +15,18 @@ import msgspec
 from huggingface_hub import get_token
 
 from loray.deployments.adapter_download import download
-from loray.deployments.adapter_errors import only_loray_errors
+from loray.deployments.adapter_errors import only_loray_errors, told_when_full
 from loray.deployments.adapter_files import AdapterFiles
 from loray.deployments.adapter_listing import AdapterListing
-from loray.deployments.adapter_merging import Merge, merge_into, merge_place, room_for_merge
+from loray.deployments.adapter_merging import Merge, check_room, merge_into, merge_place
+from loray.deployments.adapter_readers import AdapterReaders
 from loray.deployments.adapter_room import ANY_ROOM, AdapterRoom
 from loray.deployments.adapter_sources import URL_SCHEMES, Offer, Place, Places, Source, named
 from loray.deployments.adapter_status import TierUse
 from loray.deployments.adapters import Adapter
 from loray.deployments.config import AdapterArgs
-from loray.deployments.disk_cache import DiskBusy, DiskCache, DiskFull, Entry, is_whole
-from loray.deployments.errors import AdapterFailed, AdapterNotFound, InvalidRequest, LorayError, Overloaded
-from loray.deployments.expiring import Expiring
+from loray.deployments.disk_cache import DiskCache, Entry, is_whole
+from loray.deployments.errors import AdapterChanged, AdapterFailed, AdapterNotFound, InvalidRequest, LorayError, Overloaded
 from loray.deployments.hub_source import HubSource, not_found
 from loray.deployments.keyed_lock import KeyedLock
 from loray.deployments.remembered_failures import Asker, RememberedFailures
@@ -39,10 +37,8 @@ from loray.models.adapter import Shapes
 
 logger = logging.getLogger("ray.serve.loray")
 
-TOKEN_S = 300.0  # how long a token counts as one that may read
 ROOM_S = 30.0  # that a download waits for room on disk
-PROVEN_S = 3600.0  # how long one that could read does not wait among those of whom nobody knows
-MAX_REMEMBERED = 10_000
+NUM_READS = 3  # of an adapter that changes at its source while it is read
 
 NOWHERE = "none"  # the key of a reference that means nothing: nothing is kept under it
 
@@ -52,6 +48,7 @@ class _Wish:
     place: Place
     token: str = field(repr=False)  # "" = none
     asker: Asker
+    room_until: float = 0.0  # how long room on disk is waited for, by the monotonic clock
 
 
 class AdapterStore:
@@ -73,19 +70,18 @@ class AdapterStore:
         self._numbers = count(1)
         self._unrenewed: dict[str, str] = {}  # key -> why its source could not be asked anew
         self._failures = RememberedFailures()
-        self._readers: Expiring[Asker, bool] = Expiring(TOKEN_S, MAX_REMEMBERED)  # whom the source has let read what is private
-        self._proven: Expiring[Asker, bool] = Expiring(PROVEN_S, MAX_REMEMBERED)  # the same, of a while ago: permits nothing
-        self._salt = secrets.token_bytes(32)
+        self._readers = AdapterReaders()
 
-    def find(self, ref: AdapterRef) -> Adapter:
-        """The adapter as it is to be served now. Raises AdapterNotFound, AdapterFailed and InvalidRequest."""
-        place = self._places.of(ref)
+    def find(self, ref: AdapterRef, asked: float | None = None) -> Adapter:
+        """The adapter as it is to be served now. Raises AdapterNotFound, AdapterFailed, InvalidRequest and Overloaded.
+
+        asked: when, by the monotonic clock, if not now; from then on room on disk is waited for."""
+        place, room_until = self._places.of(ref), (asked or time.monotonic()) + ROOM_S
         with only_loray_errors(place.name):
             if place.source == "local":
                 return self._files.find(place.address)
-            adapter = self._find_download(self._wish(ref, place))
+            adapter = self._find_download(self._wish(ref, place, room_until))
         adapter.adapter_id, adapter.unrenewed = ref.adapter_id, self._unrenewed.get(place.key, "")
-        adapter.is_private = self.is_private(ref)
         return adapter
 
     def held_merge(self, ref: AdapterRef, parts: list[Adapter]) -> Adapter | None:
@@ -102,11 +98,7 @@ class AdapterStore:
 
     def check_merge(self, ref: AdapterRef, parts: list[Adapter]) -> None:
         """Raises AdapterFailed if there could never be room for these parts, and what may come of them, side by side."""
-        sizes = {part.path: self._cache.bytes_at(part.path) for part in parts}
-        num_bytes = sum(sizes.values()) + room_for_merge(sum(sizes[part.path] for part in parts))
-        if num_bytes > self._max_bytes:
-            reason = f"with its parts it may take {num_bytes} bytes on disk, more than adapters.disk_bytes ({self._max_bytes})"
-            raise AdapterFailed(f"adapter {ref.adapter_id!r}: {reason}")
+        check_room(self._cache, ref, parts)
 
     def merged(self, ref: AdapterRef, parts: list[Adapter]) -> Adapter:
         """The same, made where it is not on disk, and kept like a download."""
@@ -114,7 +106,7 @@ class AdapterStore:
         with only_loray_errors(ref.adapter_id), self._fetching.only_one(place.key), self._cache.only_one(place.key):
             if adapter := self.held_merge(ref, parts):
                 return adapter
-            with self._failures.of((place.key, b"")), _told_when_full(ref.adapter_id):
+            with self._failures.of((place.key, b"")), told_when_full(ref.adapter_id):
                 return merge_into(self._cache, self._files, self.named(ref), parts, self.merge, self._lora_shapes)
 
     def names(self) -> list[str]:
@@ -142,8 +134,7 @@ class AdapterStore:
         """Deletes its download; what is held is for `free`. The configured roots are left alone. path: of one merge; else all of a name."""
         self.forget(ref)
         key = self.place_key(ref)
-        for known in (self._readers, self._proven):
-            known.drop(lambda asker: asker[0] == key)
+        self._readers.forget(key)
         for asker in (asker for asker in self._asking.in_use() if asker.startswith(f"{key} ")):
             with self._asking.only_one(asker):  # what comes now goes too
                 pass
@@ -171,6 +162,10 @@ class AdapterStore:
         """The reference without its token, and written in one way only."""
         return msgspec.structs.replace(ref, api_token="") if ref.merge else named(ref, self._places.default_source)
 
+    def is_on_disk(self, ref: AdapterRef) -> bool:
+        """In the version that is to be served."""
+        return self._cache.has(self.place_key(ref))
+
     def disk_bytes(self, ref: AdapterRef, path: str = "") -> int:
         return self._cache.num_bytes(self.place_key(ref, path))
 
@@ -194,7 +189,7 @@ class AdapterStore:
         if not ref.api_token or ref.merge:
             return False
         try:
-            return self._proven.get(self._wish(ref, self._places.of(ref)).asker) is not None
+            return self._readers.could_read(self._wish(ref, self._places.of(ref)).asker)
         except InvalidRequest:
             return False
 
@@ -211,10 +206,10 @@ class AdapterStore:
         except InvalidRequest:
             return NOWHERE
 
-    def _wish(self, ref: AdapterRef, place: Place) -> _Wish:
+    def _wish(self, ref: AdapterRef, place: Place, room_until: float = 0.0) -> _Wish:
         """The token is the request's own, else the server's; the storage behind a URL has none."""
         token = (ref.api_token or get_token() or "") if place.source == "hub" else ""
-        return _Wish(place, token, (place.key, hashlib.blake2b(token.encode(), key=self._salt).digest()))
+        return _Wish(place, token, self._readers.asker(place.key, token), room_until)
 
     def _find_download(self, wish: _Wish) -> Adapter:
         place = wish.place
@@ -229,13 +224,8 @@ class AdapterStore:
         """What its source has, or what is on disk where the source does not answer."""
         key = wish.place.key
         wished, known = self._stale.get(key, 0), self._cache.entry(key)
-        room_until = 0.0 if wished and known else time.monotonic() + ROOM_S  # what is there is served on meanwhile
         try:
-            offer = self._describe(wish)  # before another's download is waited for: who may not read it is told at once
-            if known and offer.is_private and not known.is_private:
-                self._set_private(key, known)  # whatever becomes of the download
-            with self._fetching.only_one(key):
-                adapter = self._held(wish) or self._fetch(wish, offer, room_until)
+            adapter = self._read(replace(wish, room_until=0.0) if wished and known else wish, known)  # what is there is served on instead
             self._unrenewed.pop(key, None)
         except AdapterNotFound:
             if wish.token:  # a hub refuses one that it does not know also what everybody may read
@@ -244,22 +234,33 @@ class AdapterStore:
                 self._withdraw(key, known)
             raise
         except (AdapterFailed, Overloaded) as error:
-            held = self._still_held(wish, error) if wished else None
-            if held is None:
+            if not wished or not (held := self._still_held(wish, error)):
                 raise
             adapter = held
         if self._stale.get(key) == wished:  # else somebody means a later answer
             self._stale.pop(key, None)
         return adapter
 
+    def _read(self, wish: _Wish, known: Entry | None, num_left: int = NUM_READS) -> Adapter:
+        """What its source has, which is asked again where that changes meanwhile. known: what was on disk before."""
+        key = wish.place.key
+        offer = self._describe(wish)  # before another's download is waited for: who may not read it is told at once
+        if known and offer.is_private and not known.is_private:
+            self._set_private(key, known)  # whatever becomes of the download
+        try:
+            with self._fetching.only_one(key):
+                return self._held(wish) or self._fetch(wish, offer)
+        except AdapterChanged as change:
+            if num_left == 1:
+                raise AdapterFailed(f"{change.message}, {NUM_READS} times; try again later") from None
+        return self._read(wish, known, num_left - 1)
+
     def _may_read(self, wish: _Wish) -> bool:
-        if self._readers.get(wish.asker):
+        if self._readers.may_read(wish.asker):
             return True
         source, place = self._sources[wish.place.source], wish.place
-        may_read = source.may_read(place, wish.token) or (wish.token != "" and source.may_read(place, ""))
-        if may_read:
-            self._readers.put(wish.asker, True)
-            self._proven.put(wish.asker, True)
+        if may_read := source.may_read(place, wish.token) or (wish.token != "" and source.may_read(place, "")):
+            self._readers.add(wish.asker)
         return may_read
 
     def _held(self, wish: _Wish) -> Adapter | None:
@@ -283,6 +284,7 @@ class AdapterStore:
             logger.warning("adapter %s: its files on disk are broken; fetching it anew", place.name)
             return None
         self._cache.touch(path)
+        adapter.is_private = entry.is_private
         return adapter
 
     def _describe(self, wish: _Wish) -> Offer:
@@ -290,15 +292,15 @@ class AdapterStore:
         with self._failures.of_source(key):
             offer = self._sources[wish.place.source].describe(wish.place, wish.token)
         if key in self._stale:
-            self._readers.drop(lambda asker: asker[0] == key)
+            self._readers.ask_anew(key)
         return offer
 
-    def _fetch(self, wish: _Wish, offer: Offer, room_until: float) -> Adapter:
+    def _fetch(self, wish: _Wish, offer: Offer) -> Adapter:
         place = wish.place
         if offer.num_bytes > self._max_bytes:
             raise AdapterFailed(f"adapter {place.name!r}: {offer.num_bytes} bytes are more than disk_bytes ({self._max_bytes})")
         with self._cache.only_one(place.key):
-            return self._held(wish) or self._unchanged(wish, offer) or self._download(wish, offer, room_until)
+            return self._held(wish) or self._unchanged(wish, offer) or self._download(wish, offer)
 
     def _still_held(self, wish: _Wish, error: LorayError) -> Adapter | None:
         """What is on disk, when its source could not be asked anew: it was good until now."""
@@ -329,21 +331,12 @@ class AdapterStore:
         adapter = self._on_disk(wish)
         if adapter and entry.is_private != offer.is_private:
             self._cache.set_entry(key, msgspec.structs.replace(entry, is_private=offer.is_private))
+            adapter.is_private = offer.is_private
         return adapter
 
-    def _download(self, wish: _Wish, offer: Offer, room_until: float) -> Adapter:
+    def _download(self, wish: _Wish, offer: Offer) -> Adapter:
         place = wish.place
-        if offer.num_bytes > self._max_bytes - self.max_pinned_bytes:  # pins may keep it out for ever
-            room_until = 0.0
-        with _told_when_full(place.name), self._failures.of_source(place.key):
+        may_wait = offer.num_bytes <= self._max_bytes - self.max_pinned_bytes  # else pins may keep it out for ever
+        room_until = wish.room_until if may_wait else 0.0
+        with told_when_full(place.name), self._failures.of_source(place.key):
             return download(self._sources[place.source], place, offer, wish.token, self._files, self._cache, room_until)
-
-
-@contextlib.contextmanager
-def _told_when_full(name: str) -> Iterator[None]:
-    try:
-        yield
-    except DiskFull as error:
-        raise AdapterFailed(f"adapter {name!r}: {error}") from None
-    except DiskBusy as error:
-        raise Overloaded(f"adapter {name!r}: {error}; try again") from None

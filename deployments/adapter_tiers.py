@@ -65,7 +65,7 @@ class AdapterTiers:
     def want(self, adapter: Adapter, on_read: Callable[[], object]) -> None:
         """For a request. `on_read` is called as soon as the files are needed no more, if that is before all its requests have ended."""
         self.host.want(adapter)
-        if adapter.page_ids or (adapter.is_in_host and adapter.is_ready):
+        if adapter.page_ids or adapter.is_ready:
             on_read()
         else:
             self._unread.setdefault(adapter, []).append(on_read)

@@ -16,6 +16,7 @@ from contextlib import AbstractContextManager, contextmanager, suppress
 from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
+from typing import NamedTuple
 
 import msgspec
 
@@ -32,7 +33,8 @@ ENTRY_FILE = "entry.json"
 REMOVED_FILE = "removed"  # in a version's folder: to be deleted as soon as nobody holds it
 MAX_REMEMBERED = 50_000  # entries
 FOUND_S = 0.2  # that may pass between finding an adapter and holding its files
-LOOK_S = 0.1  # between two looks of this process for it, however many wait
+LOOK_S = 0.1  # between two looks for room, by however many
+LOOK_SHARE = 4  # or so many times as long as a look takes
 PARTIAL, LOCK_FILE = "partial", "lock"  # beside the keys; no key is written so
 ROOM = "room"  # nor so
 
@@ -56,6 +58,14 @@ class DiskBusy(Exception):
     """There is none now."""
 
 
+class _Busy(NamedTuple):
+    """What the last look for room found, and until when, by the monotonic clock, that counts: a look at thousands of folders takes long."""
+
+    until: float = 0.0
+    num_held: int = 0
+    num_coming: int = 0
+
+
 @dataclass(frozen=True, slots=True)
 class _Held:
     path: Path
@@ -68,11 +78,13 @@ class DiskCache:
         self._folder = folder
         self._partial = folder / PARTIAL
         self._locks = NodeLocks(folder / LOCK_FILE)
-        self._max_bytes = max_bytes
+        self.max_bytes = max_bytes
         self._is_clean = False
         self._cleaning = threading.Lock()
         self._entries: dict[str, tuple[Stamp, Entry]] = {}  # by key, what was read with that stamp; any thread may put and pop
         self._waiting: set[Path] = set()  # staged folders for which there is no room yet; any thread may add and discard
+        self._busy = _Busy()
+        self._look_s = LOOK_S  # how long after the last look the next is to be
         self.uses = TierUses()  # by key, of this process
 
     def entry(self, key: str) -> Entry | None:
@@ -119,6 +131,11 @@ class DiskCache:
         with suppress(OSError):  # evicted meanwhile by another process
             os.utime(path)
 
+    def has(self, key: str) -> bool:
+        """The version that its entry names."""
+        entry = self.entry(key)
+        return entry is not None and self.path(key, entry.version).is_dir()
+
     def num_bytes(self, key: str) -> int:
         return sum(held.num_bytes for held in self._held(self._folder / key))
 
@@ -137,6 +154,7 @@ class DiskCache:
         if not self._is_here(Path(path)):
             return False
         self._locks.unshare(_lock_name(Path(path)))
+        self._busy = _Busy()
         return (Path(path) / REMOVED_FILE).exists()
 
     def free(self, path: str) -> None:
@@ -173,13 +191,12 @@ class DiskCache:
                 began = time.monotonic()
                 try:
                     with self.only_one(ROOM):  # held while files are counted and deleted, never while any are read from afar
-                        self._make_room(num_bytes, spared=staged.stem)
+                        self._make_room(num_bytes, staged.stem)
                         return staged.rename(staged.with_suffix(f".{num_bytes}"))
                 except DiskBusy:
                     if began >= until:
                         raise
-                pause = max(LOOK_S, time.monotonic() - began) * len(self._waiting)
-                time.sleep(max(0.0, min(pause, until - time.monotonic())))
+                time.sleep(max(0.0, min(self._look_s * len(self._waiting), until - time.monotonic())))
         finally:
             self._waiting.discard(staged)
 
@@ -239,6 +256,7 @@ class DiskCache:
     def _delete_partial(self, key: str) -> None:
         for folder in self._partial.glob(f"{key}.*"):
             shutil.rmtree(folder, ignore_errors=True)
+            self._busy = _Busy()
 
     def _delete_left(self) -> None:
         """What processes that died had not downloaded to the end."""
@@ -247,34 +265,46 @@ class DiskCache:
                 if is_free:
                     shutil.rmtree(left, ignore_errors=True)
 
-    def _make_room(self, num_bytes: int, spared: str) -> None:
-        """spared: a key whose versions go last: where the new one does not come, they are served on. Raises DiskFull and DiskBusy."""
-        if num_bytes > self._max_bytes:
-            raise DiskFull(f"it may take {num_bytes} bytes on disk, more than adapters.disk_bytes ({self._max_bytes})")
-        keys = [folder for folder in self._folder.iterdir() if folder != self._partial]
-        held = sorted((one for key in keys for one in self._held(key)), key=lambda one: (one.path.parent.name == spared, one.last_used))
+    def _make_room(self, num_bytes: int, key: str) -> None:
+        """key: what the room is for. Its version that is served stays, unless the disk could not hold both: that one goes last.
+        Raises DiskFull and DiskBusy."""
+        if num_bytes > self.max_bytes:
+            raise DiskFull(f"it may take {num_bytes} bytes on disk, more than adapters.disk_bytes ({self.max_bytes})")
+        began = time.monotonic()
+        if began < self._busy.until and num_bytes > self.max_bytes - self._busy.num_held - self._busy.num_coming:
+            raise self._told(num_bytes, self._busy.num_held, self._busy.num_coming)
+        entry = self.entry(key)
+        served = self.path(key, entry.version) if entry else None
+        folders = [folder for folder in self._folder.iterdir() if folder != self._partial]
+        held = sorted((one for folder in folders for one in self._held(folder)), key=lambda one: (one.path == served, one.last_used))
         self._delete_left()
         coming = sum(int(folder.name.rpartition(".")[2]) for folder in self._partial.glob("*.*"))
-        excess = sum(one.num_bytes for one in held) + coming + num_bytes - self._max_bytes
+        excess = sum(one.num_bytes for one in held) + coming + num_bytes - self.max_bytes
         if excess <= 0:
             return
         are_free = self._locks.are_free([_lock_name(one.path) for one in held])
-        idle = [one for one, is_free in zip(held, are_free, strict=True) if is_free]
-        if excess > sum(one.num_bytes for one in idle):
-            raise self._busy(num_bytes, sum(one.num_bytes for one in held if one not in idle), coming)
-        for one in idle:
+        idle, stay = ([one for one, is_free in zip(held, are_free, strict=True) if is_free == wanted] for wanted in (True, False))
+        num_used = sum(one.num_bytes for one in stay)
+        if idle and idle[-1].path == served and idle[-1].num_bytes + num_bytes <= self.max_bytes:
+            stay.append(idle.pop())
+        for one in idle if excess <= sum(one.num_bytes for one in idle) else ():
             if excess <= 0:
                 return
-            if self._delete(one.path):
-                self.uses.add(one.path.parent.name, TierUse(num_evictions=1))
-                logger.info("evicted %s from the disk cache: %d bytes", one.path.parent.name, one.num_bytes)
-                excess -= one.num_bytes
-        if excess > 0:  # somebody holds since what was idle a moment ago
-            raise self._busy(num_bytes, sum(one.num_bytes for one in held if one.path.exists()), coming)
+            if not self._delete(one.path):
+                stay.append(one)  # somebody holds since what was idle a moment ago
+                continue
+            self.uses.add(one.path.parent.name, TierUse(num_evictions=1))
+            logger.info("evicted %s from the disk cache: %d bytes", one.path.parent.name, one.num_bytes)
+            excess -= one.num_bytes
+        if excess > 0:
+            ended = time.monotonic()
+            self._look_s = max(LOOK_S, LOOK_SHARE * (ended - began))
+            self._busy = _Busy(ended + self._look_s, num_used, coming)
+            raise self._told(num_bytes, sum(one.num_bytes for one in stay), coming)
 
-    def _busy(self, num_bytes: int, num_held: int, num_coming: int) -> DiskBusy:
+    def _told(self, num_bytes: int, num_held: int, num_coming: int) -> DiskBusy:
         return DiskBusy(
-            f"there is no room for {num_bytes} bytes on disk now: of adapters.disk_bytes ({self._max_bytes}) adapters in use or pinned "
+            f"there is no room for {num_bytes} bytes on disk now: of adapters.disk_bytes ({self.max_bytes}) adapters in use or pinned "
             f"take {num_held} and downloads under way {num_coming}"
         )
 

@@ -15,7 +15,7 @@ from fsspec.callbacks import Callback  # type: ignore[import-untyped]
 from loray.deployments.adapter_sources import EXTRA_FILES, FILES, PICKLE_FILE, URL_SCHEMES, Offer, Place, missing_file, normal_url
 from loray.deployments.checksums import mismatch, told_digest
 from loray.deployments.connection_pools import NUM_PARTS, widen
-from loray.deployments.errors import AdapterFailed, AdapterNotFound, InvalidRequest, LorayError
+from loray.deployments.errors import AdapterChanged, AdapterFailed, AdapterNotFound, InvalidRequest, LorayError
 from loray.models.model_folder import one_line
 
 NUM_ATTEMPTS = 3
@@ -80,7 +80,7 @@ class UrlSource:
 
     def check_unchanged(self, place: Place, offer: Offer, token: str) -> None:
         if self.describe(place, token) != offer:
-            raise AdapterFailed(f"adapter {place.name!r} was changed while it was read; ask again")
+            raise AdapterChanged(f"adapter {place.name!r} was changed while it was read")
 
     def may_read(self, place: Place, token: str) -> bool:
         return True

@@ -3,8 +3,8 @@
 import asyncio
 import threading
 import time
-from collections.abc import Coroutine, Iterator
-from contextlib import contextmanager, nullcontext
+from collections.abc import Callable, Coroutine, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -12,10 +12,11 @@ import pytest
 
 from loray.deployments import adapter_files, adapter_finder, adapter_listing
 from loray.deployments.adapter_finder import AdapterFinder
+from loray.deployments.adapter_merging import MERGE_BYTES
 from loray.deployments.adapter_store import AdapterStore
 from loray.deployments.adapters import Adapter
 from loray.deployments.config import AdapterArgs
-from loray.deployments.errors import InvalidRequest, Overloaded
+from loray.deployments.errors import AdapterFailed, InvalidRequest, Overloaded
 from loray.deployments.needed_folders import NeededFolders
 from loray.deployments.request import AdapterRef, MergeRecipe
 from tests.deployments.file_server import FileServer, Hold
@@ -35,9 +36,9 @@ class Store(AdapterStore):
         self.doors: list[threading.Event] = []
         self.num_searches = 0
 
-    def find(self, ref: AdapterRef) -> Adapter:
+    def find(self, ref: AdapterRef, asked: float | None = None) -> Adapter:
         door = self.doors.pop(0) if self.doors else None
-        adapter = super().find(ref)
+        adapter = super().find(ref, asked)
         self.num_searches += 1
         if door:
             door.wait(HELD_S)
@@ -80,6 +81,18 @@ def world(tmp_path: Path) -> Iterator[World]:
 
 def run(work: Coroutine[Any, Any, None]) -> None:
     asyncio.run(asyncio.wait_for(work, 30))
+
+
+def noting(held: list[Adapter]) -> Callable[[Adapter], AbstractContextManager[None]]:
+    """`held`: what is needed at the moment."""
+
+    @contextmanager
+    def needed(adapter: Adapter) -> Iterator[None]:
+        held.append(adapter)
+        yield
+        held.remove(adapter)
+
+    return needed
 
 
 def test_until_it_is_forgotten_an_adapter_is_what_was_downloaded_and_then_what_the_source_has(world: World) -> None:
@@ -126,7 +139,7 @@ def test_a_folder_that_takes_long_to_read_leaves_threads_to_the_others(tmp_path:
     store = AdapterStore(AdapterArgs(local_roots=roots), SHAPES, tmp_path / "cache")
     finder = AdapterFinder(store, max_waiting=1000, needed=lambda adapter: nullcontext())
     begun, find = [], store.find
-    monkeypatch.setattr(store, "find", lambda ref: (begun.append(ref), find(ref))[1])
+    monkeypatch.setattr(store, "find", lambda ref, asked: (begun.append(ref), find(ref, asked))[1])
 
     async def work() -> None:
         slow = [asyncio.create_task(finder.find(AdapterRef(adapter_id="slow"))) for _ in range(2 * adapter_finder.NUM_READERS)]
@@ -252,10 +265,47 @@ def test_a_merge_holds_no_part_while_it_waits_for_another(world: World, monkeypa
     run(work())
 
 
+def test_merges_that_wait_until_others_are_made_hold_no_parts(world: World) -> None:
+    """They would keep the room from those."""
+    door, held = threading.Event(), list[Adapter]()
+    world.store.merge = lambda *args: (door.wait(HELD_S), merge_here(*args))[1]
+    world.finder._needed = noting(held)
+    names = [f"part{number}" for number in range(adapter_finder.NUM_MERGES + 2)]
+    for name in names:
+        world.save_as(name)
+    merges = [merge_ref(f"half of {name}", f"{world.web.url}/{name}", weights=(0.5,)) for name in names]
+
+    async def work() -> None:
+        searches = [asyncio.create_task(world.finder.find(merge)) for merge in merges]
+        while not all((world.finder._place(merge), False) in world.finder._turns for merge in merges):
+            await asyncio.sleep(0.01)
+        assert len(held) == adapter_finder.NUM_MERGES
+        door.set()
+        await asyncio.gather(*searches)
+        assert not held
+
+    run(work())
+
+
+def test_the_other_parts_of_a_merge_that_can_never_fit_on_disk_are_not_downloaded(world: World, tmp_path: Path) -> None:
+    store = AdapterStore(AdapterArgs(allowed_urls=[world.web.url], disk_bytes=MERGE_BYTES), SHAPES, tmp_path / "small")
+    store.merge = merge_here
+    finder = AdapterFinder(store, max_waiting=10, needed=lambda adapter: nullcontext())
+    world.save_as("other")
+    both = merge_ref("both", world.ref.adapter_id, f"{world.web.url}/other", weights=(0.5, 0.5))
+
+    async def work() -> None:
+        with pytest.raises(AdapterFailed, match="both.*more than adapters.disk_bytes"):
+            await finder.find(both)
+        assert world.web.requests and not any("/other/" in path for _, path in world.web.requests)
+
+    run(work())
+
+
 def test_the_parts_of_a_merge_are_looked_for_with_the_tokens_of_who_asks(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
     world.store.merge = merge_here
     asked, find = [], world.store.find
-    monkeypatch.setattr(world.store, "find", lambda ref: (asked.append(ref), find(ref))[1])
+    monkeypatch.setattr(world.store, "find", lambda ref, asked: (asked.append(ref), find(ref, asked))[1])
     recipe = MergeRecipe(adapter_ids=(world.ref.adapter_id,), weights=(0.5,))
 
     async def work() -> None:
@@ -326,11 +376,11 @@ def test_new_folders_that_there_was_no_time_for_are_looked_at_without_being_aske
 def test_what_is_on_disk_does_not_wait_for_downloads_however_many(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
     door, find, begun = threading.Event(), world.store.find, []
 
-    def slow_find(ref: AdapterRef) -> Adapter:
+    def slow_find(ref: AdapterRef, asked: float | None = None) -> Adapter:
         if ref != world.ref:
             begun.append(ref)
             door.wait(HELD_S)
-        return find(ref)
+        return find(ref, asked)
 
     async def work() -> None:
         monkeypatch.setattr(adapter_finder, "NUM_FINDERS", 4)
@@ -478,15 +528,7 @@ def test_merges_of_the_same_adapters_wait_as_those_of_one_however_they_are_writt
 
 
 def test_what_is_merged_though_its_caller_has_left_is_told_of_and_keeps_its_parts(world: World) -> None:
-    door, needed = threading.Event(), world.finder._needed
-    held: list[Adapter] = []
-
-    @contextmanager
-    def noted(adapter: Adapter) -> Iterator[None]:
-        held.append(adapter)
-        with needed(adapter):
-            yield
-        held.remove(adapter)
+    door, held = threading.Event(), list[Adapter]()
 
     def merge_late(*args: Any) -> None:
         assert door.wait(HELD_S)
@@ -507,14 +549,14 @@ def test_what_is_merged_though_its_caller_has_left_is_told_of_and_keeps_its_part
         assert not world.finder.searching() and not held and not world.finder._merging
 
     world.store.merge = merge_late
-    world.finder._needed = noted
+    world.finder._needed = noting(held)
     asyncio.run(run())
 
 
 @pytest.mark.parametrize("is_private", [False, True])
 def test_a_merge_of_what_is_private_is_private(world: World, is_private: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    def find(ref: AdapterRef) -> Adapter:
-        adapter = AdapterStore.find(world.store, ref)
+    def find(ref: AdapterRef, asked: float | None = None) -> Adapter:
+        adapter = AdapterStore.find(world.store, ref, asked)
         adapter.is_private = is_private
         return adapter
 
@@ -527,11 +569,11 @@ def test_a_merge_of_what_is_private_is_private(world: World, is_private: bool, m
 def test_one_adapter_takes_few_finders_however_many_tokens_ask_for_it(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
     door, find, begun = threading.Event(), world.store.find, []
 
-    def slow_find(ref: AdapterRef) -> Adapter:
+    def slow_find(ref: AdapterRef, asked: float | None = None) -> Adapter:
         begun.append(ref.api_token)
         if ref.api_token:
             door.wait(HELD_S)
-        return find(ref)
+        return find(ref, asked)
 
     async def work() -> None:
         monkeypatch.setattr(adapter_finder, "NUM_FINDERS", adapter_finder.NUM_AT_A_PLACE + 1)
@@ -588,9 +630,11 @@ def test_new_folders_are_looked_at_by_one_however_often_a_listing_is_asked_for(w
 
 def test_one_place_has_as_few_turns_after_some_have_left(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
     doors, begun = {token: threading.Event() for token in ("hf_a", "hf_b", "hf_c")}, []
+    when_asked = {}
 
-    def slow_find(ref: AdapterRef) -> Adapter:
+    def slow_find(ref: AdapterRef, asked: float | None = None) -> Adapter:
         begun.append(ref.api_token)
+        when_asked[ref.api_token] = asked
         doors[ref.api_token].wait(HELD_S)
         return Adapter("mine", "version", "folder", 1)
 
@@ -611,9 +655,11 @@ def test_one_place_has_as_few_turns_after_some_have_left(world: World, monkeypat
         while len(begun) < 2 or finder._num_at[place] < 2:
             await asyncio.sleep(0.01)
         assert len(finder._unbegun) == 1, "the third waits for the second"
+        is_waiting = time.monotonic()
         for door in doors.values():
             door.set()
         await asyncio.gather(*tasks)
+        assert when_asked["hf_c"] < is_waiting, "who waits for a turn waits for room meanwhile"
 
     run(work())
 

@@ -40,10 +40,10 @@ class Store(AdapterStore):
         self.door = threading.Event()
         self.removed: list[str] = []
 
-    def find(self, ref: AdapterRef) -> Adapter:
+    def find(self, ref: AdapterRef, asked: float | None = None) -> Adapter:
         if ref.adapter_id == self.held:
             assert self.door.wait(SECONDS)
-        return super().find(ref)
+        return super().find(ref, asked)
 
     def remove(self, ref: AdapterRef, path: str = "") -> None:
         super().remove(ref, path)
@@ -403,7 +403,7 @@ def test_a_pin_whose_loads_fail_again_and_again_is_tried_no_more_often(
 ) -> None:
     retry_s, finds, find = 0.1, list[AdapterRef](), store.find
     monkeypatch.setattr(adapter_service, "RETRY_S", retry_s)
-    monkeypatch.setattr(store, "find", lambda ref: (finds.append(ref), find(ref))[1])
+    monkeypatch.setattr(store, "find", lambda ref, asked: (finds.append(ref), find(ref, asked))[1])
 
     async def work() -> None:
         admin, clock = ReplicaAdmin(service), asyncio.get_running_loop().time
@@ -604,9 +604,9 @@ def test_many_who_wait_for_one_download_take_one_thread(root: Path, tmp_path: Pa
         def is_local(self, ref: AdapterRef) -> bool:
             return False
 
-        def find(self, ref: AdapterRef) -> Adapter:
+        def find(self, ref: AdapterRef, asked: float | None = None) -> Adapter:
             self.num_searches += 1
-            return super().find(ref)
+            return super().find(ref, asked)
 
     store = Slow(root, tmp_path / "cache")
     service = AdapterService(store, engine, max_waiting=1000, page_bytes=PAGE_BYTES)
@@ -767,6 +767,28 @@ def test_one_more_is_served_when_all_that_are_remembered_have_to_be(service: Ada
         assert set(await statuses(service)) == {"small", "large"}
         await service.find(ref("huge"))
         assert set(await statuses(service)) == {"small", "huge"}, "what nobody has to know went"
+
+    run(work())
+
+
+def test_of_too_many_the_least_recently_used_is_forgotten(service: AdapterService, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(adapter_uses, "MAX_REMEMBERED", 2)
+
+    async def work() -> None:
+        for name in ("small", "large", "small", "huge"):
+            await service.find(ref(name))
+        assert set(await statuses(service)) == {"small", "huge"}
+
+    run(work())
+
+
+def test_what_has_a_running_request_is_not_forgotten(service: AdapterService, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(adapter_uses, "MAX_REMEMBERED", 1)
+
+    async def work() -> None:
+        with service.counted(ref("small"), await service.find(ref("small"))):
+            await service.find(ref("large"))
+            assert (await statuses(service))["small"].num_running == 1
 
     run(work())
 

@@ -10,12 +10,14 @@ from typing import Any
 
 import pytest
 
-from loray.deployments import adapter_store, remembered_failures
+from loray.deployments import adapter_readers, adapter_store, remembered_failures
 from loray.deployments.adapter_merging import MERGE_BYTES
 from loray.deployments.adapter_room import ANY_ROOM, AdapterRoom
 from loray.deployments.adapter_sources import Offer
 from loray.deployments.adapter_store import AdapterStore
+from loray.deployments.adapters import Adapter
 from loray.deployments.config import AdapterArgs
+from loray.deployments.disk_cache import DiskCache
 from loray.deployments.errors import AdapterChanged, AdapterFailed, AdapterNotFound, InvalidRequest, Overloaded, SourceFailed
 from loray.deployments.request import AdapterRef, MergeRecipe
 from loray.models.adapter_config import FilesChanged
@@ -134,6 +136,48 @@ def test_after_forget_new_content_is_a_new_version_and_the_old_files_stay(world:
     new = store.find(ref)
     assert new.version != old.version and Path(old.path).is_dir() and new.path != old.path
     assert world.store().find(ref).version == new.version
+
+
+def replaced_while_read(world: World, store: AdapterStore, ref: AdapterRef) -> Adapter:
+    """Its weights are on their way when its owner replaces it."""
+    held, released = world.hold("small")
+    with ThreadPoolExecutor(1) as thread:
+        finding = thread.submit(store.find, ref)
+        assert held.wait(60)
+        world.on_web("small", rank=8, seed=1)
+        world.web.rules.clear()
+        released.set()
+        return finding.result(60)
+
+
+@pytest.mark.parametrize("tells_digests", [False, True])
+@pytest.mark.parametrize("is_known", [False, True])
+def test_what_is_replaced_while_it_is_read_is_read_once_more(world: World, tells_digests: bool, is_known: bool) -> None:
+    store, ref = world.store(), world.on_web("small")
+    world.web.tells_digests = tells_digests
+    if is_known:
+        store.find(ref)
+        world.on_web("small", seed=2)
+        store.forget(ref)
+    found = replaced_while_read(world, store, ref)
+    assert found.rank == 8 and not found.unrenewed
+    assert (Path(found.path) / WEIGHTS).read_bytes() == (world.folder / "web" / "small" / WEIGHTS).read_bytes()
+
+
+def test_what_changes_whenever_it_is_read_is_refused_for_a_while(world: World) -> None:
+    ref, seeds = world.on_web("small"), iter(range(1, 100))
+
+    def change(handler: Handler) -> bool:
+        if handler.command == "GET":
+            world.on_web("small", seed=next(seeds))
+        return False
+
+    world.web.rules[f"/small/{WEIGHTS}"] = change
+    store = world.store()
+    for _ in range(2):
+        with pytest.raises(AdapterFailed, match="small' was changed while it was read, 3 times; try again later"):
+            store.find(ref)
+    assert world.web.num_gets(f"small/{WEIGHTS}") == 3
 
 
 def test_what_is_forgotten_during_its_first_download_is_asked_for_anew_after_it(world: World) -> None:
@@ -555,6 +599,76 @@ def test_what_a_reload_finds_no_room_for_is_served_on_as_it_is(world: World) -> 
     assert found.version != old.version and not found.unrenewed
 
 
+def test_a_reload_whose_download_fails_leaves_the_version_that_is_there(world: World) -> None:
+    ref, other = world.on_web("small"), world.on_web("other", seed=3)
+    size = sum(file.stat().st_size for file in (world.folder / "web" / "small").iterdir())
+    store = world.store(disk_bytes=2.5 * size)
+    old = store.find(ref)
+    store.hold(store.find(other).path)
+    world.on_web("small", seed=1)
+    world.web.rules[f"/small/{WEIGHTS}"] = lambda handler: handler.command == "GET" and handler.reply(500) is None
+    store.forget(ref)
+    assert store.find(ref).version == old.version
+
+
+@pytest.mark.parametrize("is_known", [True, False])
+def test_a_reload_waits_for_no_room_while_a_version_is_served(world: World, is_known: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(adapter_store, "ROOM_S", 60.0 if is_known else 0.5)
+    ref, others = world.on_web("small"), [world.on_web(f"other{i}", seed=3 + i) for i in range(2)]
+    size = sum(file.stat().st_size for file in (world.folder / "web" / "small").iterdir())
+    store = world.store(disk_bytes=2.5 * size)
+    untils = []
+    monkeypatch.setattr(store._cache, "grow", lambda *wanted: (untils.append(wanted[-1] > time.monotonic()), grow(*wanted))[1])
+    grow = DiskCache.grow.__get__(store._cache)
+    if is_known:
+        store.hold(store.find(ref).path)
+    for other in others[is_known:]:
+        store.hold(store.find(other).path)
+    untils.clear()
+    world.on_web("small", seed=1)
+    store._stale[store.place_key(ref)] = 1
+    with ThreadPoolExecutor(1) as thread:
+        finding = thread.submit(store.find, ref)
+        if is_known:
+            assert "no room" in finding.result(30).unrenewed
+        else:
+            with pytest.raises(Overloaded):
+                finding.result(30)
+    assert untils == [not is_known]
+
+
+def test_who_waits_for_his_turn_waits_for_room_meanwhile(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(adapter_store, "ROOM_S", 1.0)
+    ref, other = world.on_web("small"), world.on_web("other", seed=1)
+    size = sum(file.stat().st_size for file in (world.folder / "web" / "small").iterdir())
+    store = world.store(disk_bytes=2 * size)
+    for each in (other, world.on_web("third", seed=2)):
+        store.hold(store.find(each).path)
+    began = time.monotonic()
+    with ThreadPoolExecutor(20) as threads:
+        for waiting in [threads.submit(store.find, ref) for _ in range(20)]:
+            with pytest.raises(Overloaded):
+                waiting.result(60)
+    assert time.monotonic() - began < 10 * adapter_store.ROOM_S
+
+
+def test_what_is_held_after_its_removal_is_not_there_to_be_served(world: World) -> None:
+    store, ref = world.store(), world.on_web("small")
+    assert not store.is_on_disk(ref)
+    store.hold(store.find(ref).path)
+    assert store.is_on_disk(ref)
+    store.remove(ref)
+    assert store.disk_bytes(ref) and not store.is_on_disk(ref)
+
+
+def test_what_is_private_is_so_though_others_needed_its_room_at_once(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
+    world.hub.readers["org/small"] = {"hf_one"}
+    store = world.store(default_source="hub")
+    find = store._find_download
+    monkeypatch.setattr(store, "_find_download", lambda wish: (find(wish), shutil.rmtree(world.folder / "cache"))[0])
+    assert store.find(with_token("hf_one")).is_private
+
+
 def test_what_pins_may_keep_out_for_ever_is_refused_at_once(world: World) -> None:
     small, large = world.on_web("small"), world.on_web("large", rank=64)
     sizes = [sum(file.stat().st_size for file in (world.folder / "web" / name).iterdir()) for name in ("small", "large")]
@@ -675,7 +789,7 @@ def test_a_failure_is_answered_at_once_for_a_while_and_forgotten_on_demand(world
 
 
 def test_many_bad_ids_leave_memory_and_disk_where_they_were(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
-    for module in (adapter_store, remembered_failures):
+    for module in (adapter_readers, remembered_failures):
         monkeypatch.setattr(module, "MAX_REMEMBERED", 50)
     store = world.store()
     for i in range(100):
@@ -717,7 +831,7 @@ def test_a_token_that_was_confirmed_is_not_asked_about_again_until_its_time_is_o
     num_requests = len(world.hub.requests)
     store.find(with_token("hf_one"))
     assert len(world.hub.requests) == num_requests
-    monkeypatch.setattr(adapter_store, "TOKEN_S", 1e-9)
+    monkeypatch.setattr(adapter_readers, "TOKEN_S", 1e-9)
     later = world.store()
     later.find(with_token("hf_one"))
     world.hub.readers["org/small"] = set()

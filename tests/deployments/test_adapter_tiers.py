@@ -159,6 +159,17 @@ def test_who_wants_an_adapter_is_told_when_its_files_are_needed_no_more() -> Non
     assert told[2:] == ["in host memory", "in the pool"]
 
 
+def test_who_was_told_that_an_adapter_is_read_is_not_told_again_when_it_is_read_once_more() -> None:
+    tiers, told = AdapterTiers(AdapterTable(4), HostTier(100, PAGE)), []
+    adapter = tiers.table.acquire(poet("files"))
+    tiers.want(adapter, lambda: told.append("read"))
+    for _ in range(2):
+        tiers.arrived(adapter.host_copy, PAGE, 0.5)
+        tiers.host.drop(adapter)
+        tiers.host.want(adapter)
+    assert told == ["read"]
+
+
 def test_nothing_is_kept_of_those_who_left_before_an_adapter_was_read() -> None:
     tiers, told = AdapterTiers(AdapterTable(4), HostTier(100, PAGE)), []
     adapter = tiers.table.acquire(poet("files"))

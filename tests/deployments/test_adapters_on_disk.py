@@ -43,9 +43,9 @@ class Store(AdapterStore):
         for event in (self.door, self.source):
             event.set()
 
-    def find(self, ref: AdapterRef) -> Adapter:
+    def find(self, ref: AdapterRef, asked: float | None = None) -> Adapter:
         self.source.wait(HELD_S)
-        return super().find(ref)
+        return super().find(ref, asked)
 
     def remove(self, ref: AdapterRef, path: str = "") -> None:
         self.door.wait(HELD_S)

@@ -134,8 +134,8 @@ def test_many_that_wait_for_room_look_for_it_about_as_often_as_one(tmp_path: Pat
     size, num, looks = folder_bytes(tmp_path), 20, []
     cache = DiskCache(tmp_path / "cache", size)
     cache.hold(str(keep(cache, KEY, size)))
-    make_room = cache._make_room
-    monkeypatch.setattr(cache, "_make_room", lambda *wanted, **spared: (looks.append(1), make_room(*wanted, **spared)))
+    delete_left = cache._delete_left
+    monkeypatch.setattr(cache, "_delete_left", lambda: (looks.append(1), delete_left()))
     began = time.monotonic()
     with ThreadPoolExecutor(num) as threads:
         waiting = [threads.submit(keep, cache, f"hub-{i}", size, patience_s=1) for i in range(num)]
@@ -143,8 +143,37 @@ def test_many_that_wait_for_room_look_for_it_about_as_often_as_one(tmp_path: Pat
             with pytest.raises(DiskBusy):
                 one.result()
     seconds = time.monotonic() - began
-    assert len(looks) < seconds / disk_cache.LOOK_S + 4 * num
+    assert len(looks) < seconds / disk_cache.LOOK_S + 4, "neither those who come nor those who give up look at all folders once more"
     assert seconds < 10, "nobody waits longer, however many there are"
+
+
+def test_what_was_in_use_a_moment_ago_is_room_as_soon_as_it_is_let_go(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(disk_cache, "LOOK_S", 60.0)
+    cache, paths, size = full_of_what_is_held(tmp_path)
+    with pytest.raises(DiskBusy):
+        keep(cache, KEY, size, seed=5)
+    with pytest.raises(DiskBusy, match=f"in use or pinned take {2 * size} and downloads under way 0"):
+        keep(cache, KEY, size - 1, seed=5)
+    cache.let_go(str(paths[0]))
+    assert keep(cache, KEY, size, seed=5).exists()
+
+
+def test_a_version_that_is_served_stays_where_another_keeps_the_next_from_coming(tmp_path: Path) -> None:
+    size = folder_bytes(tmp_path)
+    cache = DiskCache(tmp_path / "cache", int(2.5 * size))
+    served, other = keep(cache, KEY, size), keep(cache, "hub-other", size, seed=1)
+    cache.hold(str(other))
+    with pytest.raises(DiskBusy, match=f"in use or pinned take {2 * size} "):
+        keep(cache, KEY, size, seed=2)
+    assert served.exists() and cache.has(KEY)
+    assert keep(cache, "hub-third", size, seed=3).exists() and not served.exists() and not cache.has(KEY), "it is in nobody else's way"
+
+
+def test_an_older_version_makes_room_for_the_next(tmp_path: Path) -> None:
+    size = folder_bytes(tmp_path)
+    cache = DiskCache(tmp_path / "cache", int(2.5 * size))
+    paths = [keep(cache, KEY, size, seed=seed) for seed in range(3)]
+    assert [path.exists() for path in paths] == [False, True, True]
 
 
 def test_what_finds_no_room_beside_what_is_in_use_evicts_nothing(tmp_path: Path) -> None:
@@ -378,6 +407,29 @@ def test_only_one_holds_a_key_and_others_are_free(tmp_path: Path) -> None:
             assert not entered.wait(0.2)  # it must not come while the key is held
     thread.join()
     assert entered.is_set()
+
+
+def test_what_is_published_counts_once(tmp_path: Path) -> None:
+    size = folder_bytes(tmp_path)
+    cache = DiskCache(tmp_path / "cache", 2 * size)
+    with cache.only_one(KEY), cache.staging(KEY, size) as staged:
+        save_folder(staged, rank=4)
+        with cache.published(KEY, staged, Entry(name=KEY, version=content_hash(staged), stamp="", is_private=False)) as path:
+            assert keep(cache, "hub-other", size, seed=1).exists() and path.exists()
+
+
+def test_nothing_is_published_while_another_process_counts(tmp_path: Path) -> None:
+    size = folder_bytes(tmp_path)
+    cache, other = (DiskCache(tmp_path / "cache", 2 * size) for _ in range(2))
+    with cache.only_one(KEY), cache.staging(KEY, size) as staged, ThreadPoolExecutor(1) as threads:
+        save_folder(staged, rank=4)
+        entry = Entry(name=KEY, version=content_hash(staged), stamp="", is_private=False)
+        with other.only_one(disk_cache.ROOM):
+            publishing = threads.submit(cache._publish, KEY, staged, entry)
+            with pytest.raises(TimeoutError):
+                publishing.result(0.2)
+            assert not cache.has(KEY)
+        assert publishing.result(30).exists()
 
 
 @pytest.mark.parametrize("work", ["free", "grow"])

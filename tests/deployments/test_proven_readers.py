@@ -52,7 +52,7 @@ def test_who_could_read_it_a_while_ago_does_not_wait_among_made_up_tokens(store:
         for _ in range(2):  # downloaded, then asked about
             await finder.find(ref("hf_good"))
         assert store.is_proven(ref("hf_good")) and not store.is_proven(ref("hf_bad"))
-        store._readers.drop(lambda asker: True)  # some minutes later: the hub is asked anew
+        store._readers._readers.drop(lambda asker: True)  # some minutes later: the hub is asked anew
         SlowHub.door.clear()
         flood = [asyncio.create_task(finder.find(ref(f"hf_bad{number}"))) for number in range(MAX_WAITING)]
         while sum(finder._num_waiting.values()) < MAX_WAITING:

@@ -306,11 +306,14 @@ def test_an_extra_file_that_a_server_denies_is_not_there(tmp_path: Path, server:
     assert "chat_template.jinja" not in UrlSource([server.url], {}).describe(at(f"{server.url}/good/small"), "").files
 
 
-def test_an_adapter_is_not_served_without_the_template_that_its_server_could_not_send(tmp_path: Path, server: FileServer) -> None:
+@pytest.mark.parametrize("status", [408, 429, 503])
+def test_an_adapter_is_not_served_without_the_template_that_its_server_could_not_send(
+    tmp_path: Path, server: FileServer, status: int
+) -> None:
     (tmp_path / "served" / "good" / "small" / "chat_template.jinja").write_text("mine")
-    server.rules["/good/small/chat_template.jinja"] = answering(503)
+    server.rules["/good/small/chat_template.jinja"] = answering(status)
     source, place = UrlSource([server.url], {}), at(f"{server.url}/good/small")
-    with pytest.raises(AdapterFailed, match="small.*503"):
+    with pytest.raises(AdapterFailed, match=f"small.*{status}"):
         source.describe(place, "")
     server.rules.clear()
     assert "chat_template.jinja" in source.describe(place, "").files
