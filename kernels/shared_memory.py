@@ -20,11 +20,13 @@ def shared_bytes(device: torch.device) -> int:
 
 
 def needed_bytes(rows: int, keys: int, dims: int, num_tiles: int, sizes: tuple[int, int]) -> int:
-    """Of attention: the queries, their weights of a tile of keys, and as many tiles of keys and of values as are under way.
+    """Of attention: the queries, their weights of a tile of keys, as many tiles of keys and of values as are under way, and one that is
+    widened to float32 where the cache has less.
 
     sizes: bytes of an element of the queries, and of the cache. Triton 3.9 asks for no more, compiling for 8.6 and 8.9."""
     q_size, kv_size = sizes
-    return rows * (dims + keys) * q_size + 2 * num_tiles * keys * dims * kv_size + SPARE_BYTES
+    widened = keys * dims * q_size if kv_size < q_size == 4 else 0
+    return rows * (dims + keys) * q_size + 2 * num_tiles * keys * dims * kv_size + widened + SPARE_BYTES
 
 
 def fitting_keys(most: int, rows: int, dims: int, num_tiles: int, sizes: tuple[int, int], num_bytes: int) -> int:

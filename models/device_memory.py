@@ -22,6 +22,7 @@ def free_bytes(device: torch.device, memory_fraction: float) -> int:
     """What is left until memory_fraction of the GPU is in use; the rest is for activations. 0 on a CPU."""
     if device.type != "cuda":
         return 0
+    torch.cuda.current_blas_handle()  # cuBLAS takes its own memory with its first product
     free, total = torch.cuda.mem_get_info(device)
     return max(0, int(total * memory_fraction) - (total - free))
 

@@ -1,4 +1,8 @@
-"""Refuses a GPU that the kernels can't run on, by what it lacks. Imports nothing of a GPU."""
+"""Refuses a GPU that the kernels can't run on, by what it or the machine lacks. Imports nothing of a GPU."""
+
+import os
+import shutil
+from pathlib import Path
 
 import torch
 
@@ -18,8 +22,19 @@ def check_device(
     if device.type == "cuda":
         if torch.version.hip:  # its GPUs go by the same name
             raise UnsupportedDevice(f"this torch is made for ROCm {torch.version.hip}; on a GPU loray needs one that is made for CUDA")
+        check_compiler()
         name, capability = torch.cuda.get_device_name(device), torch.cuda.get_device_capability(device)
         check_gpu(name, capability, head_dim, has_float8_cache, has_float8_weights)
+
+
+def check_compiler() -> None:
+    """Triton compiles what launches its kernels with one, the first time."""
+    compiled = Path(os.environ.get("TRITON_CACHE_DIR") or Path.home() / ".triton" / "cache")
+    has_compiler = os.environ.get("CC") or shutil.which("gcc") or shutil.which("clang")
+    if not has_compiler and not (compiled.is_dir() and any(compiled.iterdir())):
+        raise UnsupportedDevice(
+            "on a GPU loray needs a C compiler and Python's headers, for Triton: install gcc and python3-dev, or set CC"
+        )
 
 
 def check_gpu(name: str, capability: tuple[int, int], head_dim: int | None, has_float8_cache: bool, has_float8_weights: bool) -> None:

@@ -40,13 +40,16 @@ def warm_up_steps(limits: StepLimits) -> list[Step]:
 
 
 def _prompts(limits: StepLimits) -> Iterator[Step]:
-    """One that is too long for a graph, if it may be, and a second beside its decode."""
+    """One that is too long for a graph, if it may be, and a second beside its decode, which wants the log-probabilities of its tokens."""
     most = min(limits.sizes.max_total_tokens, limits.sizes.max_batch_tokens, limits.num_blocks // 2 * limits.sizes.block_size)
     num_tokens = min(CAPTURED.max_tokens + 1, most - 1)
     if num_tokens < 1:
         return
     size = -(-(num_tokens + 1) // limits.sizes.block_size)
-    prompts = [Admission(slot, [0] * num_tokens, [], 0, [], sampling) for slot, sampling in enumerate((Sampling(), ANY_SAMPLING))]
+    prompts = [
+        Admission(slot, [0] * num_tokens, [], 0, [], sampling, wants_prompt_logprobs=slot == 1)
+        for slot, sampling in enumerate((Sampling(), ANY_SAMPLING))
+    ]
     rows = [Row(slot, num_tokens, list(range(slot * size, (slot + 1) * size)), True) for slot in (0, 1)]
     yield Step(0, [], prompts[:1], rows[:1])
     if limits.sizes.max_running > 1:

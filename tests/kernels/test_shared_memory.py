@@ -14,6 +14,8 @@ COMPILED = {  # rows, keys, dims, tiles, bytes of an element of queries and cach
     "decode, bfloat16": ((16, 64, 128, 2, (2, 2)), 72_192),
     "decode, bfloat16, 64 heads of 256 to a key": ((64, 32, 256, 2, (2, 2)), 102_656),
     "decode, float32, 32 heads of 256 to a key": ((32, 16, 256, 2, (4, 4)), 100_608),
+    "decode, float32 over float8, 4 heads of 256 to a key": ((16, 32, 256, 2, (4, 1)), 84_288),
+    "decode, float32 over float8, 32 heads of 256 to a key": ((32, 16, 256, 2, (4, 1)), 67_840),
 }
 
 

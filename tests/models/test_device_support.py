@@ -19,7 +19,7 @@ from loray.models.causal_lm import CausalLMRunner
 from loray.models.cuda_graph import DecodeGraphs
 from loray.models.decode_inputs import DecodeInputs
 from loray.models.device_memory import claimed, fits
-from loray.models.device_support import UnsupportedDevice, check_device, check_gpu
+from loray.models.device_support import UnsupportedDevice, check_compiler, check_device, check_gpu
 from loray.models.kv_cache import KVCache
 from loray.models.llama import LlamaMLP
 from loray.models.parallel import Parallel
@@ -51,6 +51,22 @@ SIZES = RunnerSizes(4, 128)
 def test_what_a_gpu_lacks_is_named(capability: tuple[int, int], head_dim: int, float8: tuple[bool, bool], words: str) -> None:
     with pytest.raises(UnsupportedDevice, match=words):
         check_gpu("Card", capability, head_dim, *float8)
+
+
+def test_a_machine_without_a_compiler_is_refused_until_triton_has_compiled(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    cache = tmp_path / "cache"
+    for name, value in (("TRITON_CACHE_DIR", str(cache)), ("PATH", ""), ("CC", "")):
+        monkeypatch.setenv(name, value)
+    for _ in range(2):
+        with pytest.raises(UnsupportedDevice, match="needs a C compiler and Python's headers.*install gcc and python3-dev, or set CC"):
+            check_compiler()
+        cache.mkdir(exist_ok=True)
+    (cache / "compiled").touch()
+    check_compiler()
+    monkeypatch.setenv("TRITON_CACHE_DIR", "")
+    monkeypatch.setenv("HOME", str(tmp_path))
+    monkeypatch.setenv("CC", "/usr/bin/cc")
+    check_compiler()
 
 
 def test_a_gpu_of_another_maker_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:

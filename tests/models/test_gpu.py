@@ -21,6 +21,7 @@ from tests.models.conductor import Conductor, Request, prompt_of
 from tests.models.families import FAMILIES, Adapter, random_model, save_adapter, save_family
 from tests.models.group_of_one import group_of_one
 from tests.models.peft_items import items_of, save_item
+from tests.models.pooling_jobs import mixed, play
 from tests.models.test_causal_lm import MODELS, HostedConductor
 
 pytestmark = REAL_GPU
@@ -55,6 +56,17 @@ def test_a_gpu_gives_the_tokens_of_transformers_and_peft_in_float32(base: Path, 
         token_ids, logprobs = tiny_llama.oracle_generate(tiny_llama.oracle(base, adapters.get(rank)), request.prompt, 32)
         assert output.token_ids == token_ids
         assert output.logprobs == pytest.approx(logprobs, abs=1e-3)
+
+
+@pytest.mark.parametrize("chunk", [10_000, 7])
+def test_embeddings_beside_generations_are_those_of_the_cpu_in_float32(base: Path, adapters: dict[int, Path], chunk: int) -> None:
+    on_cpu, on_gpu = mixed(PAGES[12]), mixed(PAGES[12])
+    for device, texts in (("cpu", on_cpu), ("cuda", on_gpu)):
+        play(loaded(base, adapters, device, torch.float32), texts, chunk, stagger=2)
+    assert sum(bool(text.pooling) for text in on_gpu) >= 2
+    for expected, found in zip(on_cpu, on_gpu, strict=True):
+        assert found.token_ids == expected.token_ids
+        assert found.embedding == pytest.approx(expected.embedding, abs=1e-3)
 
 
 @pytest.mark.parametrize(("chunk", "stagger"), [(10_000, 1), (300, 0)], ids=["whole, beside decodes", "in pieces, together"])

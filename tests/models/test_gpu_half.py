@@ -1,10 +1,11 @@
-"""Decodes in float16 and bfloat16, with adapters: the log-probabilities that transformers and PEFT have for the same tokens in float32."""
+"""Float16 and bfloat16, with adapters: the log-probabilities that transformers and PEFT have for the same tokens in float32."""
 
 from pathlib import Path
 
 import pytest
 import torch
 
+from loray.kernels import varlen_attention
 from tests.kernels.triton_marks import REAL_GPU
 from tests.models import tiny_llama
 from tests.models.conductor import Conductor, Request, prompt_of
@@ -49,3 +50,23 @@ def test_decodes_with_adapters_stay_within_the_rounding_of_their_dtype(
         assert (logprobs - wanted).abs().mean() < MEAN_ERROR[dtype]
         if rank:
             assert (logprobs - logprobs_of(tiny_llama.oracle(base), request.prompt, output.token_ids)).abs().mean() > 10 * MEAN_ERROR[dtype]
+
+
+@pytest.mark.parametrize("has_flash_attn", [True, False])
+@pytest.mark.parametrize("dtype", MEAN_ERROR, ids=str)
+def test_long_prompts_stay_within_the_rounding_of_their_dtype_whichever_library_attends(
+    dtype: torch.dtype, has_flash_attn: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if not has_flash_attn:
+        monkeypatch.setattr(varlen_attention, "_flash_attn", lambda: None)
+    varlen_attention.backend.cache_clear()
+    base = tiny_llama.save_llama(tmp_path / "base", **WIDE)
+    folder = tiny_llama.save_adapter(base, tmp_path / "r12", 12, std=0.05, r=12, lora_alpha=24)
+    conductor = Conductor(base, device="cuda", dtype=dtype, max_total_tokens=700)
+    conductor.load(folder, PAGES[12])
+    requests = [Request(prompt_of(530 + 25 * i, seed=i), PAGES[12] if i % 2 else [], num_new=8) for i in range(4)]
+    found = conductor.play(requests, chunk=600, stagger=1)
+    varlen_attention.backend.cache_clear()
+    for i, (request, output) in enumerate(zip(requests, found, strict=True)):
+        wanted = logprobs_of(tiny_llama.oracle(base, folder if i % 2 else None), request.prompt, output.token_ids)
+        assert (torch.tensor(output.logprobs) - wanted).abs().mean() < MEAN_ERROR[dtype]
