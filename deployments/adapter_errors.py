@@ -5,7 +5,7 @@ import logging
 import traceback
 from collections.abc import Iterator
 
-from loray.deployments.disk_cache import DiskBusy, DiskFull
+from loray.deployments.disk_room import DiskBusy, DiskFull
 from loray.deployments.errors import AdapterFailed, LorayError, Overloaded
 
 logger = logging.getLogger("ray.serve.loray")

@@ -7,7 +7,7 @@ import contextlib
 import logging
 import time
 from collections.abc import Set
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from itertools import count
 from pathlib import Path
 
@@ -26,10 +26,11 @@ from loray.deployments.adapter_status import TierUse
 from loray.deployments.adapters import Adapter
 from loray.deployments.config import AdapterArgs
 from loray.deployments.disk_cache import DiskCache, Entry, is_whole
+from loray.deployments.download_wish import Wish
 from loray.deployments.errors import AdapterChanged, AdapterFailed, AdapterNotFound, InvalidRequest, LorayError, Overloaded
 from loray.deployments.hub_source import HubSource, not_found
 from loray.deployments.keyed_lock import KeyedLock
-from loray.deployments.remembered_failures import Asker, RememberedFailures
+from loray.deployments.remembered_failures import RememberedFailures
 from loray.deployments.request import AdapterRef
 from loray.deployments.source_origins import source_origins
 from loray.deployments.url_source import UrlSource
@@ -41,14 +42,6 @@ ROOM_S = 30.0  # that a download waits for room on disk
 NUM_READS = 3  # of an adapter that changes at its source while it is read
 
 NOWHERE = "none"  # the key of a reference that means nothing: nothing is kept under it
-
-
-@dataclass(frozen=True, slots=True)
-class _Wish:
-    place: Place
-    token: str = field(repr=False)  # "" = none
-    asker: Asker
-    room_until: float = 0.0  # how long room on disk is waited for, by the monotonic clock
 
 
 class AdapterStore:
@@ -87,7 +80,7 @@ class AdapterStore:
     def held_merge(self, ref: AdapterRef, parts: list[Adapter]) -> Adapter | None:
         """Several adapters as one, if that is on disk; the same versions and recipe are the same merge. Who asks may read the parts."""
         place, is_private = merge_place(ref, parts), any(part.is_private for part in parts)
-        wish = _Wish(place, "", (place.key, b""))
+        wish = Wish(place, "", (place.key, b""))
         with only_loray_errors(ref.adapter_id), self._failures.of(wish.asker):
             adapter, entry = self._on_disk(wish), self._cache.entry(place.key)
             if adapter and entry and entry.is_private != is_private:
@@ -106,6 +99,7 @@ class AdapterStore:
         with only_loray_errors(ref.adapter_id), self._fetching.only_one(place.key), self._cache.only_one(place.key):
             if adapter := self.held_merge(ref, parts):
                 return adapter
+            self._cache.disown(place.key)
             with self._failures.of((place.key, b"")), told_when_full(ref.adapter_id):
                 return merge_into(self._cache, self._files, self.named(ref), parts, self.merge, self._lora_shapes)
 
@@ -206,12 +200,12 @@ class AdapterStore:
         except InvalidRequest:
             return NOWHERE
 
-    def _wish(self, ref: AdapterRef, place: Place, room_until: float = 0.0) -> _Wish:
+    def _wish(self, ref: AdapterRef, place: Place, room_until: float = 0.0) -> Wish:
         """The token is the request's own, else the server's; the storage behind a URL has none."""
         token = (ref.api_token or get_token() or "") if place.source == "hub" else ""
-        return _Wish(place, token, self._readers.asker(place.key, token), room_until)
+        return Wish(place, token, self._readers.asker(place.key, token), room_until)
 
-    def _find_download(self, wish: _Wish) -> Adapter:
+    def _find_download(self, wish: Wish) -> Adapter:
         place = wish.place
         self._sources[place.source].check(place)
         with self._failures.of(wish.asker):
@@ -220,7 +214,7 @@ class AdapterStore:
             with self._asking.only_one(f"{place.key} {wish.asker[1].hex()}"), self._failures.of(wish.asker):
                 return self._held(wish) or self._ask(wish)
 
-    def _ask(self, wish: _Wish) -> Adapter:
+    def _ask(self, wish: Wish) -> Adapter:
         """What its source has, or what is on disk where the source does not answer."""
         key = wish.place.key
         wished, known = self._stale.get(key, 0), self._cache.entry(key)
@@ -241,10 +235,15 @@ class AdapterStore:
             self._stale.pop(key, None)
         return adapter
 
-    def _read(self, wish: _Wish, known: Entry | None, num_left: int = NUM_READS) -> Adapter:
+    def _read(self, wish: Wish, known: Entry | None, num_left: int = NUM_READS) -> Adapter:
         """What its source has, which is asked again where that changes meanwhile. known: what was on disk before."""
         key = wish.place.key
-        offer = self._describe(wish)  # before another's download is waited for: who may not read it is told at once
+        try:
+            offer = self._describe(wish)  # before another's download is waited for: who may not read it is told at once
+        except AdapterNotFound as error:
+            if num_left == NUM_READS:
+                raise
+            raise AdapterFailed(f"{error.message}, but was a moment ago; try again later") from None
         if known and offer.is_private and not known.is_private:
             self._set_private(key, known)  # whatever becomes of the download
         try:
@@ -255,7 +254,7 @@ class AdapterStore:
                 raise AdapterFailed(f"{change.message}, {NUM_READS} times; try again later") from None
         return self._read(wish, known, num_left - 1)
 
-    def _may_read(self, wish: _Wish) -> bool:
+    def _may_read(self, wish: Wish) -> bool:
         if self._readers.may_read(wish.asker):
             return True
         source, place = self._sources[wish.place.source], wish.place
@@ -263,11 +262,11 @@ class AdapterStore:
             self._readers.add(wish.asker)
         return may_read
 
-    def _held(self, wish: _Wish) -> Adapter | None:
+    def _held(self, wish: Wish) -> Adapter | None:
         """From disk, if it is there, whole, for this token, and nobody has asked to forget it."""
         return None if wish.place.key in self._stale else self._on_disk(wish)
 
-    def _on_disk(self, wish: _Wish) -> Adapter | None:
+    def _on_disk(self, wish: Wish) -> Adapter | None:
         place, entry = wish.place, self._cache.entry(wish.place.key)
         if entry is None:
             return None
@@ -287,7 +286,7 @@ class AdapterStore:
         adapter.is_private = entry.is_private
         return adapter
 
-    def _describe(self, wish: _Wish) -> Offer:
+    def _describe(self, wish: Wish) -> Offer:
         key = wish.place.key
         with self._failures.of_source(key):
             offer = self._sources[wish.place.source].describe(wish.place, wish.token)
@@ -295,14 +294,19 @@ class AdapterStore:
             self._readers.ask_anew(key)
         return offer
 
-    def _fetch(self, wish: _Wish, offer: Offer) -> Adapter:
+    def _fetch(self, wish: Wish, offer: Offer) -> Adapter:
         place = wish.place
         if offer.num_bytes > self._max_bytes:
             raise AdapterFailed(f"adapter {place.name!r}: {offer.num_bytes} bytes are more than disk_bytes ({self._max_bytes})")
         with self._cache.only_one(place.key):
-            return self._held(wish) or self._unchanged(wish, offer) or self._download(wish, offer)
+            if adapter := self._held(wish) or self._unchanged(wish, offer):
+                return adapter
+            entry = self._cache.entry(place.key)
+            if entry and not self._files.is_good(self._cache.path(place.key, entry.version), entry.version):
+                self._cache.disown(place.key)
+            return self._download(wish, offer)
 
-    def _still_held(self, wish: _Wish, error: LorayError) -> Adapter | None:
+    def _still_held(self, wish: Wish, error: LorayError) -> Adapter | None:
         """What is on disk, when its source could not be asked anew: it was good until now."""
         with contextlib.suppress(LorayError):
             if adapter := self._on_disk(wish):
@@ -322,7 +326,7 @@ class AdapterStore:
             if self._cache.entry(key) == known:  # else it was fetched since its source was asked
                 self._cache.remove(key)
 
-    def _unchanged(self, wish: _Wish, offer: Offer) -> Adapter | None:
+    def _unchanged(self, wish: Wish, offer: Offer) -> Adapter | None:
         """What is on disk, if it is what the source has: another process may have fetched it meanwhile."""
         key = wish.place.key
         entry = self._cache.entry(key)
@@ -334,7 +338,7 @@ class AdapterStore:
             adapter.is_private = offer.is_private
         return adapter
 
-    def _download(self, wish: _Wish, offer: Offer) -> Adapter:
+    def _download(self, wish: Wish, offer: Offer) -> Adapter:
         place = wish.place
         may_wait = offer.num_bytes <= self._max_bytes - self.max_pinned_bytes  # else pins may keep it out for ever
         room_until = wish.room_until if may_wait else 0.0

@@ -16,13 +16,13 @@ from contextlib import AbstractContextManager, contextmanager, suppress
 from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
-from typing import NamedTuple
 
 import msgspec
 
 from loray.deployments.adapter_files import content_hash
 from loray.deployments.adapter_sources import EXTRA_FILES, FILES
 from loray.deployments.adapter_status import TierUse
+from loray.deployments.disk_room import DiskBusy, DiskRoom
 from loray.deployments.node_locks import NodeLocks
 from loray.deployments.request import AdapterRef
 from loray.deployments.tier_uses import TierUses
@@ -33,8 +33,6 @@ ENTRY_FILE = "entry.json"
 REMOVED_FILE = "removed"  # in a version's folder: to be deleted as soon as nobody holds it
 MAX_REMEMBERED = 50_000  # entries
 FOUND_S = 0.2  # that may pass between finding an adapter and holding its files
-LOOK_S = 0.1  # between two looks for room, by however many
-LOOK_SHARE = 4  # or so many times as long as a look takes
 PARTIAL, LOCK_FILE = "partial", "lock"  # beside the keys; no key is written so
 ROOM = "room"  # nor so
 
@@ -50,22 +48,6 @@ class Entry(msgspec.Struct, frozen=True):
 Stamp = tuple[int, int]  # inode, nanoseconds since 1970
 
 
-class DiskFull(Exception):
-    """There will never be room."""
-
-
-class DiskBusy(Exception):
-    """There is none now."""
-
-
-class _Busy(NamedTuple):
-    """What the last look for room found, and until when, by the monotonic clock, that counts: a look at thousands of folders takes long."""
-
-    until: float = 0.0
-    num_held: int = 0
-    num_coming: int = 0
-
-
 @dataclass(frozen=True, slots=True)
 class _Held:
     path: Path
@@ -78,14 +60,16 @@ class DiskCache:
         self._folder = folder
         self._partial = folder / PARTIAL
         self._locks = NodeLocks(folder / LOCK_FILE)
-        self.max_bytes = max_bytes
         self._is_clean = False
         self._cleaning = threading.Lock()
         self._entries: dict[str, tuple[Stamp, Entry]] = {}  # by key, what was read with that stamp; any thread may put and pop
         self._waiting: set[Path] = set()  # staged folders for which there is no room yet; any thread may add and discard
-        self._busy = _Busy()
-        self._look_s = LOOK_S  # how long after the last look the next is to be
+        self._room = DiskRoom(max_bytes)
         self.uses = TierUses()  # by key, of this process
+
+    @property
+    def max_bytes(self) -> int:
+        return self._room.max_bytes
 
     def entry(self, key: str) -> Entry | None:
         file = f"{self._folder}/{key}/{ENTRY_FILE}"
@@ -154,7 +138,7 @@ class DiskCache:
         if not self._is_here(Path(path)):
             return False
         self._locks.unshare(_lock_name(Path(path)))
-        self._busy = _Busy()
+        self._room.changed()
         return (Path(path) / REMOVED_FILE).exists()
 
     def free(self, path: str) -> None:
@@ -162,6 +146,11 @@ class DiskCache:
         with self.only_one(ROOM):
             if (Path(path) / REMOVED_FILE).exists():
                 self._delete(Path(path))
+
+    def disown(self, key: str) -> None:
+        """Its version is broken, so it is served no more and in nobody's way."""
+        with self.only_one(ROOM):
+            (self._folder / key / ENTRY_FILE).unlink(missing_ok=True)
 
     def only_one(self, key: str) -> AbstractContextManager[None]:
         """Of all processes on this node."""
@@ -196,7 +185,7 @@ class DiskCache:
                 except DiskBusy:
                     if began >= until:
                         raise
-                time.sleep(max(0.0, min(self._look_s * len(self._waiting), until - time.monotonic())))
+                time.sleep(max(0.0, min(self._room.pause_s * len(self._waiting), until - time.monotonic())))
         finally:
             self._waiting.discard(staged)
 
@@ -207,6 +196,7 @@ class DiskCache:
             path = self._publish(key, staged, entry)
             self._delete_partial(key)  # it counts no more
             yield path
+        self._room.changed()  # it may be evicted
 
     def _publish(self, key: str, staged: Path, entry: Entry) -> Path:
         """Nobody looks into the folder before the entry names it."""
@@ -256,7 +246,8 @@ class DiskCache:
     def _delete_partial(self, key: str) -> None:
         for folder in self._partial.glob(f"{key}.*"):
             shutil.rmtree(folder, ignore_errors=True)
-            self._busy = _Busy()
+            if folder.suffix != ".0":  # of who has found no room there has been none either
+                self._room.changed()
 
     def _delete_left(self) -> None:
         """What processes that died had not downloaded to the end."""
@@ -268,11 +259,8 @@ class DiskCache:
     def _make_room(self, num_bytes: int, key: str) -> None:
         """key: what the room is for. Its version that is served stays, unless the disk could not hold both: that one goes last.
         Raises DiskFull and DiskBusy."""
-        if num_bytes > self.max_bytes:
-            raise DiskFull(f"it may take {num_bytes} bytes on disk, more than adapters.disk_bytes ({self.max_bytes})")
+        self._room.check(num_bytes)
         began = time.monotonic()
-        if began < self._busy.until and num_bytes > self.max_bytes - self._busy.num_held - self._busy.num_coming:
-            raise self._told(num_bytes, self._busy.num_held, self._busy.num_coming)
         entry = self.entry(key)
         served = self.path(key, entry.version) if entry else None
         folders = [folder for folder in self._folder.iterdir() if folder != self._partial]
@@ -297,16 +285,8 @@ class DiskCache:
             logger.info("evicted %s from the disk cache: %d bytes", one.path.parent.name, one.num_bytes)
             excess -= one.num_bytes
         if excess > 0:
-            ended = time.monotonic()
-            self._look_s = max(LOOK_S, LOOK_SHARE * (ended - began))
-            self._busy = _Busy(ended + self._look_s, num_used, coming)
-            raise self._told(num_bytes, sum(one.num_bytes for one in stay), coming)
-
-    def _told(self, num_bytes: int, num_held: int, num_coming: int) -> DiskBusy:
-        return DiskBusy(
-            f"there is no room for {num_bytes} bytes on disk now: of adapters.disk_bytes ({self.max_bytes}) adapters in use or pinned "
-            f"take {num_held} and downloads under way {num_coming}"
-        )
+            self._room.looked(began, num_used, coming)
+            raise self._room.busy(num_bytes, sum(one.num_bytes for one in stay), coming)
 
     def _is_here(self, version: Path) -> bool:
         return version.parent.parent == self._folder

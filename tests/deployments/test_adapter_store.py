@@ -1,5 +1,6 @@
 import json
 import logging
+import os
 import shutil
 import threading
 import time
@@ -8,6 +9,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 
 from loray.deployments import adapter_readers, adapter_store, remembered_failures
@@ -164,6 +166,49 @@ def test_what_is_replaced_while_it_is_read_is_read_once_more(world: World, tells
     assert (Path(found.path) / WEIGHTS).read_bytes() == (world.folder / "web" / "small" / WEIGHTS).read_bytes()
 
 
+@pytest.mark.parametrize("is_changed_first", [False, True])
+def test_what_is_gone_for_a_moment_while_a_reload_reads_it_is_served_on(world: World, is_changed_first: bool) -> None:
+    """Its owner deletes it before he uploads it anew."""
+    store, ref = world.store(), world.on_web("small")
+    old, places = store.find(ref), [world.folder / name for name in ("web/small", "web/away")]
+
+    def replace(handler: Handler) -> bool:
+        if handler.command == "GET":
+            world.on_web("small", seed=2)
+        return False
+
+    def take_away(handler: Handler) -> bool:
+        shutil.move(*places)
+        world.web.rules.clear()
+        return False
+
+    world.on_web("small", seed=1)
+    world.web.rules[f"/small/{WEIGHTS}"] = replace if is_changed_first else take_away
+    if is_changed_first:  # found so when it is described once more after its weights
+        heads = iter([False, False, True])
+        world.web.rules["/small/adapter_config.json"] = lambda handler: handler.command == "HEAD" and next(heads) and take_away(handler)
+    store.forget(ref)
+    found = store.find(ref)
+    assert found.version == old.version and found.unrenewed and not places[0].exists()
+    shutil.move(*reversed(places))
+    store.forget(ref)
+    assert store.find(ref).version != old.version
+
+
+@pytest.mark.parametrize("is_reload", [False, True])
+def test_a_broken_download_is_not_in_the_way_of_its_next(world: World, is_reload: bool) -> None:
+    ref, other = world.on_web("small"), world.on_web("other", seed=3)
+    size = sum(file.stat().st_size for file in (world.folder / "web" / "small").iterdir())
+    store = world.store(disk_bytes=2.5 * size)
+    found = store.find(ref)
+    store.hold(store.find(other).path)
+    os.truncate(Path(found.path) / WEIGHTS, 500)
+    if is_reload:
+        world.on_web("small", seed=1)
+        store.forget(ref)
+    assert not store.find(ref).unrenewed
+
+
 def test_what_changes_whenever_it_is_read_is_refused_for_a_while(world: World) -> None:
     ref, seeds = world.on_web("small"), iter(range(1, 100))
 
@@ -299,6 +344,18 @@ def test_what_has_become_public_is_served_to_a_token_that_the_hub_does_not_know(
         store.find(with_token("hf_two"))
     del world.hub.readers["org/small"]
     assert store.find(with_token(UNKNOWN)).version == version
+    store.forget(HUB)
+    assert not store.find(HUB).is_private and not store.is_private(HUB)
+
+
+def test_what_was_fetched_since_its_source_was_asked_is_as_private_as_it_came(world: World) -> None:
+    store = world.store()
+    store.find(HUB)
+    key = store.place_key(HUB)
+    entry = store._cache.entry(key)
+    assert entry
+    store._set_private(key, msgspec.structs.replace(entry, stamp="an older one"))
+    assert store._cache.entry(key) == entry
 
 
 @pytest.mark.parametrize("is_gone", [False, True])

@@ -1,4 +1,5 @@
 import os
+import shutil
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
@@ -7,15 +8,28 @@ from types import SimpleNamespace
 
 import pytest
 
-from loray.deployments import disk_cache, tier_uses
+from loray.deployments import disk_cache, disk_room, tier_uses
 from loray.deployments.adapter_files import content_hash
 from loray.deployments.adapter_sources import EXTRA_FILES
 from loray.deployments.adapter_status import TierUse
-from loray.deployments.disk_cache import DiskBusy, DiskCache, DiskFull, Entry, is_whole
+from loray.deployments.disk_cache import DiskCache, Entry, is_whole
+from loray.deployments.disk_room import DiskBusy, DiskFull
 from loray.deployments.tier_uses import TierUses
 from tests.deployments.peft_folder import save_folder
 
 KEY = "hub-a-0123"
+
+
+@pytest.fixture(autouse=True)
+def short_looks(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What one has found counts for nobody else."""
+    monkeypatch.setattr(disk_room, "LOOK_SHARE", 0)
+
+
+@pytest.fixture
+def long_looks(short_looks: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What one has found counts until something changes."""
+    monkeypatch.setattr(disk_room, "LOOK_SHARE", 1e9)
 
 
 def folder_bytes(tmp_path: Path) -> int:
@@ -105,7 +119,7 @@ def test_a_newcomer_waits_until_somebody_needs_his_files_no_more(tmp_path: Path)
         waiting = threads.submit(keep, cache, "hub-2", size, seed=2, patience_s=30)
         while not (cache._waiting or waiting.done()):
             time.sleep(0.01)
-        time.sleep(2 * disk_cache.LOOK_S)
+        time.sleep(2 * disk_room.LOOK_S)
         assert not waiting.done() and all(path.exists() for path in paths)
         cache.let_go(str(paths[1]))
         assert waiting.result(10).exists()
@@ -130,7 +144,8 @@ def test_what_is_published_stays_while_it_is_looked_at(tmp_path: Path) -> None:
 
 
 def test_many_that_wait_for_room_look_for_it_about_as_often_as_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(disk_cache, "LOOK_S", 0.05)
+    monkeypatch.setattr(disk_room, "LOOK_S", 0.05)
+    monkeypatch.setattr(disk_room, "LOOK_SHARE", 100)
     size, num, looks = folder_bytes(tmp_path), 20, []
     cache = DiskCache(tmp_path / "cache", size)
     cache.hold(str(keep(cache, KEY, size)))
@@ -143,12 +158,12 @@ def test_many_that_wait_for_room_look_for_it_about_as_often_as_one(tmp_path: Pat
             with pytest.raises(DiskBusy):
                 one.result()
     seconds = time.monotonic() - began
-    assert len(looks) < seconds / disk_cache.LOOK_S + 4, "neither those who come nor those who give up look at all folders once more"
+    assert len(looks) < seconds / disk_room.LOOK_S + 4, "neither those who come nor those who give up look at all folders once more"
     assert seconds < 10, "nobody waits longer, however many there are"
 
 
-def test_what_was_in_use_a_moment_ago_is_room_as_soon_as_it_is_let_go(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(disk_cache, "LOOK_S", 60.0)
+@pytest.mark.usefixtures("long_looks")
+def test_what_was_in_use_a_moment_ago_is_room_as_soon_as_it_is_let_go(tmp_path: Path) -> None:
     cache, paths, size = full_of_what_is_held(tmp_path)
     with pytest.raises(DiskBusy):
         keep(cache, KEY, size, seed=5)
@@ -158,6 +173,79 @@ def test_what_was_in_use_a_moment_ago_is_room_as_soon_as_it_is_let_go(tmp_path: 
     assert keep(cache, KEY, size, seed=5).exists()
 
 
+@pytest.mark.usefixtures("long_looks")
+def test_who_gives_up_makes_nobody_look_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    cache, _, size = full_of_what_is_held(tmp_path)
+    looks, delete_left = [], cache._delete_left
+    monkeypatch.setattr(cache, "_delete_left", lambda: (looks.append(1), delete_left()))
+    for i in range(5):
+        with pytest.raises(DiskBusy):
+            keep(cache, f"hub-more-{i}", size, seed=5)
+    assert len(looks) == 1
+
+
+@pytest.mark.usefixtures("long_looks")
+def test_a_download_that_ends_makes_room(tmp_path: Path) -> None:
+    size = folder_bytes(tmp_path)
+    cache = DiskCache(tmp_path / "cache", size)
+    with cache.only_one(KEY), cache.staging(KEY, size), pytest.raises(DiskBusy, match=f"downloads under way {size}"):
+        keep(cache, "hub-other", size)
+    assert keep(cache, "hub-other", size).exists()
+
+
+@pytest.mark.usefixtures("long_looks")
+def test_what_is_published_is_room_for_others_after_its_block(tmp_path: Path) -> None:
+    size = folder_bytes(tmp_path)
+    cache = DiskCache(tmp_path / "cache", size)
+    with cache.only_one(KEY), cache.staging(KEY, size) as staged:
+        save_folder(staged, rank=4)
+        entry = Entry(name=KEY, version=content_hash(staged), stamp="", is_private=False)
+        with cache.published(KEY, staged, entry), pytest.raises(DiskBusy, match=f"in use or pinned take {size}"):
+            keep(cache, "hub-other", size, seed=1)
+    assert keep(cache, "hub-other", size, seed=1).exists()
+
+
+@pytest.mark.usefixtures("long_looks")
+def test_what_is_let_go_while_another_looks_is_room_for_the_next(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    cache, paths, size = full_of_what_is_held(tmp_path)
+    are_free = cache._locks.are_free
+    monkeypatch.setattr(cache._locks, "are_free", lambda names: (are_free(names), cache.let_go(str(paths[0])))[0])
+    with pytest.raises(DiskBusy):
+        keep(cache, KEY, size, seed=5)
+    assert keep(cache, KEY, size, seed=5).exists()
+
+
+def test_a_version_of_which_only_the_entry_is_left_is_not_there(tmp_path: Path) -> None:
+    cache = DiskCache(tmp_path / "cache", 1 << 20)
+    path = keep(cache, KEY, folder_bytes(tmp_path))
+    assert cache.has(KEY) and not cache.has("hub-other")
+    shutil.rmtree(path)
+    assert cache.entry(KEY) and not cache.has(KEY)
+
+
+def test_both_versions_may_fill_the_disk_exactly(tmp_path: Path) -> None:
+    size = folder_bytes(tmp_path)
+    cache = DiskCache(tmp_path / "cache", 2 * size)
+    served, other = keep(cache, KEY, size), keep(cache, "hub-other", size, seed=1)
+    cache.hold(str(other))
+    with pytest.raises(DiskBusy):
+        keep(cache, KEY, size, seed=2)
+    assert served.exists()
+    cache.let_go(str(other))
+    assert keep(cache, KEY, size, seed=2).exists() and served.exists() and not other.exists()
+
+
+def test_what_has_been_disowned_is_in_nobodys_way(tmp_path: Path) -> None:
+    size = folder_bytes(tmp_path)
+    cache = DiskCache(tmp_path / "cache", 2 * size)
+    broken, other = keep(cache, KEY, size), keep(cache, "hub-other", size, seed=1)
+    cache.hold(str(other))
+    cache.disown(KEY)
+    assert not cache.has(KEY) and broken.exists()
+    assert keep(cache, KEY, size, seed=2).exists() and not broken.exists()
+
+
+@pytest.mark.usefixtures("long_looks")
 def test_a_version_that_is_served_stays_where_another_keeps_the_next_from_coming(tmp_path: Path) -> None:
     size = folder_bytes(tmp_path)
     cache = DiskCache(tmp_path / "cache", int(2.5 * size))

@@ -126,7 +126,7 @@ def test_what_has_become_private_is_for_nobody_else_though_its_new_version_does_
     assert not old.is_private
     hub.readers["org/secret"] = {"good"}
     save_folder(hub.root / "org" / "secret", rank=64, seed=1)
-    store._max_bytes = store._cache.max_bytes = 10_000  # there is no room for it
+    store._max_bytes = store._cache._room.max_bytes = 10_000  # there is no room for it
     store.hold(old.path)
     store.forget(secret("good"))
     found = store.find(secret("good"))
