@@ -263,7 +263,9 @@ def check_bad_requests(
     prompt_ids, streams = oracle.tokenizer(STREAM_PROMPT)["input_ids"], traffic.alone + traffic.beside
     for adapter_id, token_ids in {(one.adapter_id, one.token_ids) for one in streams}:
         oracle.assert_greedy(adapter_id, prompt_ids, list(token_ids))
-    assert held(app, cache) == before
+    after = held(app, cache)
+    assert after.pop("series") <= before.pop("series")  # without those of adapters that an earlier test has unloaded
+    assert after == before
     for name, num_each in (("prompt_tokens_total", len(prompt_ids)), ("generated_tokens_total", NUM_NEW)):
         assert app.ask_driver("stats")[name] - stats[name] == num_each * len(streams), f"what was refused is among the {name}"
     are_open = opened(app.name)
