@@ -2,7 +2,9 @@ import os
 import shutil
 import threading
 import time
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -48,6 +50,14 @@ def keep(cache: DiskCache, key: str, num_bytes: int, seed: int = 0, last_used: f
     if last_used is not None:
         os.utime(path, (last_used, last_used))
     return path
+
+
+@contextmanager
+def downloaded(cache: DiskCache, num_bytes: int) -> Iterator[tuple[Path, Entry]]:
+    """What is to be published as KEY."""
+    with cache.only_one(KEY), cache.staging(KEY, num_bytes) as staged:
+        save_folder(staged, rank=4)
+        yield staged, Entry(name=KEY, version=content_hash(staged), stamp="s", is_private=False)
 
 
 def full_of_what_is_held(tmp_path: Path) -> tuple[DiskCache, list[Path], int]:
@@ -130,9 +140,7 @@ def test_what_is_published_stays_while_it_is_looked_at(tmp_path: Path) -> None:
     """Nobody holds it yet."""
     size = folder_bytes(tmp_path)
     cache = DiskCache(tmp_path / "cache", size)
-    with cache.only_one(KEY), cache.staging(KEY, size) as staged:
-        save_folder(staged, rank=4)
-        entry = Entry(name=KEY, version=content_hash(staged), stamp="s", is_private=False)
+    with downloaded(cache, size) as (staged, entry):
         with cache.published(KEY, staged, entry) as path:
             with pytest.raises(DiskBusy):
                 keep(DiskCache(tmp_path / "cache", size), "hub-other", size, seed=1)
@@ -197,11 +205,9 @@ def test_a_download_that_ends_makes_room(tmp_path: Path) -> None:
 def test_what_is_published_is_room_for_others_after_its_block(tmp_path: Path) -> None:
     size = folder_bytes(tmp_path)
     cache = DiskCache(tmp_path / "cache", size)
-    with cache.only_one(KEY), cache.staging(KEY, size) as staged:
-        save_folder(staged, rank=4)
-        entry = Entry(name=KEY, version=content_hash(staged), stamp="", is_private=False)
-        with cache.published(KEY, staged, entry), pytest.raises(DiskBusy, match=f"in use or pinned take {size}"):
-            keep(cache, "hub-other", size, seed=1)
+    busy = pytest.raises(DiskBusy, match=f"in use or pinned take {size}")
+    with downloaded(cache, size) as (staged, entry), cache.published(KEY, staged, entry), busy:
+        keep(cache, "hub-other", size, seed=1)
     assert keep(cache, "hub-other", size, seed=1).exists()
 
 
@@ -500,18 +506,14 @@ def test_only_one_holds_a_key_and_others_are_free(tmp_path: Path) -> None:
 def test_what_is_published_counts_once(tmp_path: Path) -> None:
     size = folder_bytes(tmp_path)
     cache = DiskCache(tmp_path / "cache", 2 * size)
-    with cache.only_one(KEY), cache.staging(KEY, size) as staged:
-        save_folder(staged, rank=4)
-        with cache.published(KEY, staged, Entry(name=KEY, version=content_hash(staged), stamp="", is_private=False)) as path:
-            assert keep(cache, "hub-other", size, seed=1).exists() and path.exists()
+    with downloaded(cache, size) as (staged, entry), cache.published(KEY, staged, entry) as path:
+        assert keep(cache, "hub-other", size, seed=1).exists() and path.exists()
 
 
 def test_nothing_is_published_while_another_process_counts(tmp_path: Path) -> None:
     size = folder_bytes(tmp_path)
     cache, other = (DiskCache(tmp_path / "cache", 2 * size) for _ in range(2))
-    with cache.only_one(KEY), cache.staging(KEY, size) as staged, ThreadPoolExecutor(1) as threads:
-        save_folder(staged, rank=4)
-        entry = Entry(name=KEY, version=content_hash(staged), stamp="", is_private=False)
+    with downloaded(cache, size) as (staged, entry), ThreadPoolExecutor(1) as threads:
         with other.only_one(disk_cache.ROOM):
             publishing = threads.submit(cache._publish, KEY, staged, entry)
             with pytest.raises(TimeoutError):
