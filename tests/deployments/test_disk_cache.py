@@ -140,14 +140,13 @@ def test_what_is_published_stays_while_it_is_looked_at(tmp_path: Path) -> None:
     """Nobody holds it yet."""
     size = folder_bytes(tmp_path)
     cache = DiskCache(tmp_path / "cache", size)
-    with downloaded(cache, size) as (staged, entry):
-        with cache.published(KEY, staged, entry) as path:
-            with pytest.raises(DiskBusy):
-                keep(DiskCache(tmp_path / "cache", size), "hub-other", size, seed=1)
-            cache.hold(str(path))
-            cache.let_go(str(path))  # another one's
-            with pytest.raises(DiskBusy):
-                keep(cache, "hub-other", size, seed=1)
+    with downloaded(cache, size) as (staged, entry), cache.published(KEY, staged, entry) as path:
+        with pytest.raises(DiskBusy):
+            keep(DiskCache(tmp_path / "cache", size), "hub-other", size, seed=1)
+        cache.hold(str(path))
+        cache.let_go(str(path))  # another one's
+        with pytest.raises(DiskBusy):
+            keep(cache, "hub-other", size, seed=1)
     assert keep(cache, "hub-other", size, seed=1).exists() and not path.exists()
 
 
