@@ -1,7 +1,6 @@
 """Brings one adapter from its source into the disk cache: the config first, so that what can't be served takes nobody's room or time."""
 
 from collections.abc import Sequence
-from contextlib import suppress
 from pathlib import Path
 
 from loray.deployments.adapter_files import AdapterFiles
@@ -9,12 +8,12 @@ from loray.deployments.adapter_sources import Offer, Place, Source
 from loray.deployments.adapters import Adapter
 from loray.deployments.disk_cache import DiskCache, Entry
 from loray.deployments.download_log import logged
-from loray.deployments.errors import AdapterFailed, AdapterNotFound
+from loray.deployments.errors import AdapterFailed
 from loray.models.adapter_config import CONFIG_FILE
 
 
 def download(source: Source, place: Place, offer: Offer, token: str, files: AdapterFiles, cache: DiskCache, room_until: float) -> Adapter:
-    """For who is the only one of the place's key. Raises AdapterFailed, AdapterChanged, DiskFull and DiskBusy.
+    """For who is the only one of the place's key. Raises AdapterNotFound, AdapterFailed, AdapterChanged, DiskFull and DiskBusy.
 
     room_until: how long room on disk is waited for, by the monotonic clock."""
 
@@ -25,8 +24,7 @@ def download(source: Source, place: Place, offer: Offer, token: str, files: Adap
                 if (num_bytes := (folder / name).stat().st_size) != offer.files[name]:
                     raise AdapterFailed(f"adapter {place.name!r}: {name} has {offer.files[name]} bytes, {num_bytes} came")
         except AdapterFailed:
-            with suppress(AdapterNotFound):
-                source.check_unchanged(place, offer, token)  # else that is why
+            source.check_unchanged(place, offer, token)  # else that is why
             raise
 
     files.check_sizes(place.name, offer.files)

@@ -56,12 +56,6 @@ class AdapterFiles:
                     known = self._read(adapter_id, path)
         return dataclasses.replace(known, adapter_id=adapter_id, page_ids=[], template_stamp=template_stamp(path))
 
-    def is_good(self, path: Path, version: str) -> bool:
-        """Whether the folder holds that version, and this server can use it."""
-        with contextlib.suppress(AdapterFailed):
-            return self.check(path.name, path).version == version
-        return False
-
     def check_sizes(self, adapter_id: str, sizes: Mapping[str, int]) -> None:
         """Of files that are not here yet, by their names."""
         with _errors_of(adapter_id):

@@ -6,7 +6,7 @@ Blocking, and for many threads at once; who waits for a download delays nobody b
 import contextlib
 import logging
 import time
-from collections.abc import Set
+from collections.abc import Iterator, Set
 from dataclasses import replace
 from itertools import count
 from pathlib import Path
@@ -219,7 +219,7 @@ class AdapterStore:
         key = wish.place.key
         wished, known = self._stale.get(key, 0), self._cache.entry(key)
         try:
-            adapter = self._read(replace(wish, room_until=0.0) if wished and known else wish, known)  # what is there is served on instead
+            adapter = self._read(wish)
             self._unrenewed.pop(key, None)
         except AdapterNotFound:
             if wish.token:  # a hub refuses one that it does not know also what everybody may read
@@ -235,24 +235,17 @@ class AdapterStore:
             self._stale.pop(key, None)
         return adapter
 
-    def _read(self, wish: Wish, known: Entry | None, num_left: int = NUM_READS) -> Adapter:
-        """What its source has, which is asked again where that changes meanwhile. known: what was on disk before."""
-        key = wish.place.key
-        try:
-            offer = self._describe(wish)  # before another's download is waited for: who may not read it is told at once
-        except AdapterNotFound as error:
-            if num_left == NUM_READS:
-                raise
-            raise AdapterFailed(f"{error.message}, but was a moment ago; try again later") from None
-        if known and offer.is_private and not known.is_private:
-            self._set_private(key, known)  # whatever becomes of the download
-        try:
-            with self._fetching.only_one(key):
-                return self._held(wish) or self._fetch(wish, offer)
-        except AdapterChanged as change:
-            if num_left == 1:
-                raise AdapterFailed(f"{change.message}, {NUM_READS} times; try again later") from None
-        return self._read(wish, known, num_left - 1)
+    def _read(self, wish: Wish, num_left: int = NUM_READS) -> Adapter:
+        """What its source has, which is asked again where that changes meanwhile."""
+        offer = self._describe(wish)  # before another's download is waited for: who may not read it is told at once
+        with _was_there():
+            try:
+                with self._fetching.only_one(wish.place.key):
+                    return self._fetch(wish, offer)
+            except AdapterChanged as change:
+                if num_left == 1:
+                    raise AdapterFailed(f"{change.message}, {NUM_READS} times; try again later") from None
+            return self._read(wish, num_left - 1)
 
     def _may_read(self, wish: Wish) -> bool:
         if self._readers.may_read(wish.asker):
@@ -295,15 +288,15 @@ class AdapterStore:
         return offer
 
     def _fetch(self, wish: Wish, offer: Offer) -> Adapter:
-        place = wish.place
-        if offer.num_bytes > self._max_bytes:
-            raise AdapterFailed(f"adapter {place.name!r}: {offer.num_bytes} bytes are more than disk_bytes ({self._max_bytes})")
-        with self._cache.only_one(place.key):
+        key = wish.place.key
+        with self._cache.only_one(key):
+            entry = self._cache.entry(key)
+            if entry and offer.is_private and not entry.is_private:  # whatever becomes of the download
+                self._cache.set_entry(key, msgspec.structs.replace(entry, is_private=True))
             if adapter := self._held(wish) or self._unchanged(wish, offer):
                 return adapter
-            entry = self._cache.entry(place.key)
-            if entry and not self._files.is_good(self._cache.path(place.key, entry.version), entry.version):
-                self._cache.disown(place.key)
+            if entry and not is_whole(self._cache.path(key, entry.version), entry.version):
+                self._cache.disown(key)
             return self._download(wish, offer)
 
     def _still_held(self, wish: Wish, error: LorayError) -> Adapter | None:
@@ -314,11 +307,6 @@ class AdapterStore:
                 logger.warning("%s; what is on disk is served on", error.message)
                 return adapter
         return None
-
-    def _set_private(self, key: str, known: Entry) -> None:
-        with self._fetching.only_one(key), self._cache.only_one(key):
-            if self._cache.entry(key) == known:  # else it was fetched since its source was asked
-                self._cache.set_entry(key, msgspec.structs.replace(known, is_private=True))
 
     def _withdraw(self, key: str, known: Entry) -> None:
         """What everybody could have is for nobody without a token any more: no other process is to serve or list it either."""
@@ -340,7 +328,19 @@ class AdapterStore:
 
     def _download(self, wish: Wish, offer: Offer) -> Adapter:
         place = wish.place
+        if offer.num_bytes > self._max_bytes:
+            raise AdapterFailed(f"adapter {place.name!r}: {offer.num_bytes} bytes are more than disk_bytes ({self._max_bytes})")
         may_wait = offer.num_bytes <= self._max_bytes - self.max_pinned_bytes  # else pins may keep it out for ever
-        room_until = wish.room_until if may_wait else 0.0
+        is_here = place.key in self._stale and self._cache.entry(place.key) is not None  # and is served on instead
+        room_until = wish.room_until if may_wait and not is_here else 0.0
         with told_when_full(place.name), self._failures.of_source(place.key):
             return download(self._sources[place.source], place, offer, wish.token, self._files, self._cache, room_until)
+
+
+@contextlib.contextmanager
+def _was_there() -> Iterator[None]:
+    """Only what a source says when it is asked first means that there is no such adapter any more."""
+    try:
+        yield
+    except AdapterNotFound as error:
+        raise AdapterFailed(f"{error.message}, but was a moment ago; try again later") from None

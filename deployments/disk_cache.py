@@ -63,7 +63,6 @@ class DiskCache:
         self._is_clean = False
         self._cleaning = threading.Lock()
         self._entries: dict[str, tuple[Stamp, Entry]] = {}  # by key, what was read with that stamp; any thread may put and pop
-        self._waiting: set[Path] = set()  # staged folders for which there is no room yet; any thread may add and discard
         self._room = DiskRoom(max_bytes)
         self.uses = TierUses()  # by key, of this process
 
@@ -174,29 +173,27 @@ class DiskCache:
     def grow(self, staged: Path, num_bytes: int, until: float = 0.0) -> Path:
         """Makes room for so many bytes in the staged folder, which has another name then. Waits for it until that moment of the monotonic
         clock: others are read into memory or downloaded, and need theirs no more. Raises DiskFull and DiskBusy."""
-        self._waiting.add(staged)
-        try:
-            while True:
-                began = time.monotonic()
-                try:
-                    with self.only_one(ROOM):  # held while files are counted and deleted, never while any are read from afar
-                        self._make_room(num_bytes, staged.stem)
-                        return staged.rename(staged.with_suffix(f".{num_bytes}"))
-                except DiskBusy:
-                    if began >= until:
-                        raise
-                time.sleep(max(0.0, min(self._room.pause_s * len(self._waiting), until - time.monotonic())))
-        finally:
-            self._waiting.discard(staged)
+        while True:
+            began = time.monotonic()
+            try:
+                with self.only_one(ROOM):  # held while files are counted and deleted, never while any are read from afar
+                    self._make_room(num_bytes, staged.stem)
+                    return staged.rename(staged.with_suffix(f".{num_bytes}"))
+            except DiskBusy:
+                if began >= until:
+                    raise
+            time.sleep(max(0.0, min(self._room.pause_s, until - time.monotonic())))
 
     @contextmanager
     def published(self, key: str, staged: Path, entry: Entry) -> Iterator[Path]:
         """From now on this is the key's version, whose files stay until the end of the block at least."""
-        with self._locks.shared(_lock_name(self.path(key, entry.version))):
-            path = self._publish(key, staged, entry)
-            self._delete_partial(key)  # it counts no more
-            yield path
-        self._room.changed()  # it may be evicted
+        try:
+            with self._locks.shared(_lock_name(self.path(key, entry.version))):
+                path = self._publish(key, staged, entry)
+                self._delete_partial(key)  # it counts no more
+                yield path
+        finally:
+            self._room.changed()  # it may be evicted
 
     def _publish(self, key: str, staged: Path, entry: Entry) -> Path:
         """Nobody looks into the folder before the entry names it."""
@@ -259,7 +256,7 @@ class DiskCache:
     def _make_room(self, num_bytes: int, key: str) -> None:
         """key: what the room is for. Its version that is served stays, unless the disk could not hold both: that one goes last.
         Raises DiskFull and DiskBusy."""
-        self._room.check(num_bytes)
+        self._room.check(num_bytes)  # another may have looked while this one waited for its turn
         began = time.monotonic()
         entry = self.entry(key)
         served = self.path(key, entry.version) if entry else None

@@ -6,8 +6,8 @@ A look that found none counts for a moment, for all who come and all who wait: n
 import time
 from typing import NamedTuple
 
-LOOK_S = 0.1  # between two looks of those who wait, however many, at the least
-LOOK_SHARE = 4  # times as long as a look took: so long it counts
+LOOK_S = 0.1  # that a look counts, at the least
+LOOK_SHARE = 4  # or so many times as long as it took
 
 
 class DiskFull(Exception):
@@ -19,7 +19,8 @@ class DiskBusy(Exception):
 
 
 class _Found(NamedTuple):
-    until: float = 0.0  # of the monotonic clock
+    began: float = 0.0  # when it was looked, by the monotonic clock
+    until: float = 0.0
     num_held: int = 0  # bytes in use
     num_coming: int = 0  # and of downloads under way
 
@@ -38,21 +39,19 @@ class DiskRoom:
         if num_bytes > self.max_bytes:
             raise DiskFull(f"it may take {num_bytes} bytes on disk, more than adapters.disk_bytes ({self.max_bytes})")
         found = self._found
-        if time.monotonic() < found.until and num_bytes > self.max_bytes - found.num_held - found.num_coming:
+        counts = self._changed < found.began and time.monotonic() < found.until
+        if counts and num_bytes > self.max_bytes - found.num_held - found.num_coming:
             raise self.busy(num_bytes, found.num_held, found.num_coming)
 
     def looked(self, began: float, num_held: int, num_coming: int) -> None:
         """There was no room beside these bytes, as a look found that began then."""
         ended = time.monotonic()
-        counts_s = LOOK_SHARE * (ended - began)
-        self.pause_s = max(LOOK_S, counts_s)
-        if self._changed < began:
-            self._found = _Found(ended + counts_s, num_held, num_coming)
+        self.pause_s = max(LOOK_S, LOOK_SHARE * (ended - began))
+        self._found = _Found(began, ended + self.pause_s, num_held, num_coming)
 
     def changed(self) -> None:
         """There may be more."""
         self._changed = time.monotonic()
-        self._found = _Found()
 
     def busy(self, num_bytes: int, num_held: int, num_coming: int) -> DiskBusy:
         return DiskBusy(

@@ -10,6 +10,7 @@ import numpy as np
 from safetensors.numpy import save_file
 
 SHAPES = {"model.layers.0.self_attn.q_proj": (16, 24)}
+OTHER_SHAPES = {path: (inputs + 1, outputs) for path, (inputs, outputs) in SHAPES.items()}
 
 
 def save_folder(folder: Path, rank: int, seed: int = 0, has_bias: bool = False) -> None:

@@ -15,10 +15,9 @@ from loray.deployments.disk_cache import DiskCache, Entry
 from loray.deployments.errors import AdapterFailed, AdapterNotFound
 from loray.deployments.request import AdapterRef
 from loray.models.adapter import AdapterSpec
-from tests.deployments.peft_folder import SHAPES, make_pipe, save_folder
+from tests.deployments.peft_folder import OTHER_SHAPES, SHAPES, make_pipe, save_folder
 
 CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
-OTHER_SHAPES = {path: (inputs + 1, outputs) for path, (inputs, outputs) in SHAPES.items()}
 HUB, REVISION, URL = "org/name", "org/name@v1", "https://shelf.example/poet"
 
 

@@ -9,7 +9,6 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
-import msgspec
 import pytest
 
 from loray.deployments import adapter_readers, adapter_store, remembered_failures
@@ -22,10 +21,10 @@ from loray.deployments.config import AdapterArgs
 from loray.deployments.disk_cache import DiskCache
 from loray.deployments.errors import AdapterChanged, AdapterFailed, AdapterNotFound, InvalidRequest, Overloaded, SourceFailed
 from loray.deployments.request import AdapterRef, MergeRecipe
-from loray.models.adapter_config import FilesChanged
+from loray.models.adapter_config import CONFIG_FILE, FilesChanged
 from tests.deployments.file_server import FileServer, Handler, Hold, HubServer
 from tests.deployments.merging_here import merge_ref, merging
-from tests.deployments.peft_folder import SHAPES, save_folder
+from tests.deployments.peft_folder import OTHER_SHAPES, SHAPES, save_folder
 
 pytestmark = pytest.mark.slow  # downloads
 
@@ -166,47 +165,84 @@ def test_what_is_replaced_while_it_is_read_is_read_once_more(world: World, tells
     assert (Path(found.path) / WEIGHTS).read_bytes() == (world.folder / "web" / "small" / WEIGHTS).read_bytes()
 
 
-@pytest.mark.parametrize("is_changed_first", [False, True])
-def test_what_is_gone_for_a_moment_while_a_reload_reads_it_is_served_on(world: World, is_changed_first: bool) -> None:
-    """Its owner deletes it before he uploads it anew."""
-    store, ref = world.store(), world.on_web("small")
-    old, places = store.find(ref), [world.folder / name for name in ("web/small", "web/away")]
+class TakenAway:
+    """A rule: its owner deletes it, before he uploads it anew, when this is asked for the nth time."""
+
+    def __init__(self, folder: Path, method: str, nth: int) -> None:
+        self._places, self._method, self._num_left = [folder, folder.with_name("away")], method, nth
+
+    def __call__(self, handler: Handler) -> bool:
+        self._num_left -= handler.command == self._method
+        if self._num_left == 0:
+            self._num_left = -1
+            shutil.move(*self._places)
+        return False
+
+    def undo(self) -> None:
+        shutil.move(*reversed(self._places))
+
+
+@pytest.mark.parametrize(
+    ("source", "method", "name", "nth"),
+    [
+        ("web", "GET", CONFIG_FILE, 1),
+        ("web", "GET", WEIGHTS, 1),
+        ("web", "HEAD", CONFIG_FILE, 2),  # after its weights
+        ("web", "HEAD", CONFIG_FILE, 3),  # when it is described once more, since it was replaced first
+        ("hub", "HEAD", CONFIG_FILE, 1),
+        ("hub", "HEAD", WEIGHTS, 1),
+    ],
+)
+def test_what_is_gone_for_a_moment_while_it_is_read_is_served_on(world: World, source: str, method: str, name: str, nth: int) -> None:
+    store, ref = world.store(), HUB if source == "hub" else world.on_web("small")
+    server, place = (world.hub, "org/small") if source == "hub" else (world.web, "small")
+    old = store.find(ref)
+    save_folder(server.root / place, rank=4, seed=1)
 
     def replace(handler: Handler) -> bool:
         if handler.command == "GET":
-            world.on_web("small", seed=2)
+            save_folder(server.root / place, rank=4, seed=2)
         return False
 
-    def take_away(handler: Handler) -> bool:
-        shutil.move(*places)
-        world.web.rules.clear()
-        return False
-
-    world.on_web("small", seed=1)
-    world.web.rules[f"/small/{WEIGHTS}"] = replace if is_changed_first else take_away
-    if is_changed_first:  # found so when it is described once more after its weights
-        heads = iter([False, False, True])
-        world.web.rules["/small/adapter_config.json"] = lambda handler: handler.command == "HEAD" and next(heads) and take_away(handler)
+    if nth == 3:
+        server.rules[f"/{place}/{WEIGHTS}"] = replace
+    folder = f"{place}/resolve/{world.hub.commit(place)}" if source == "hub" else place
+    server.rules[f"/{folder}/{name}"] = taken_away = TakenAway(server.root / place, method, nth)
     store.forget(ref)
     found = store.find(ref)
-    assert found.version == old.version and found.unrenewed and not places[0].exists()
-    shutil.move(*reversed(places))
+    assert found.version == old.version and "but was a moment ago" in found.unrenewed
+    server.rules.clear()
+    taken_away.undo()
     store.forget(ref)
     assert store.find(ref).version != old.version
 
 
+@pytest.mark.parametrize("spoil", [lambda file: os.truncate(file, 500), flip])
 @pytest.mark.parametrize("is_reload", [False, True])
-def test_a_broken_download_is_not_in_the_way_of_its_next(world: World, is_reload: bool) -> None:
+def test_a_broken_download_is_not_in_the_way_of_its_next(world: World, is_reload: bool, spoil: Callable[[Path], Any]) -> None:
     ref, other = world.on_web("small"), world.on_web("other", seed=3)
     size = sum(file.stat().st_size for file in (world.folder / "web" / "small").iterdir())
     store = world.store(disk_bytes=2.5 * size)
     found = store.find(ref)
     store.hold(store.find(other).path)
-    os.truncate(Path(found.path) / WEIGHTS, 500)
+    spoil(Path(found.path) / WEIGHTS)
     if is_reload:
         world.on_web("small", seed=1)
         store.forget(ref)
     assert not store.find(ref).unrenewed
+
+
+def test_what_another_servers_base_model_cannot_use_is_left_to_who_can(world: World) -> None:
+    """They share a disk; one reloads it in vain."""
+    store, ref = world.store(), world.on_web("small")
+    other = AdapterStore(AdapterArgs(allowed_urls=[world.web.url]), OTHER_SHAPES, world.folder / "cache")
+    version = store.find(ref).version
+    world.on_web("small", seed=1)
+    other.forget(ref)
+    with pytest.raises(AdapterFailed, match="shape"):
+        other.find(ref)
+    world.web.close()
+    assert store.find(ref).version == version
 
 
 def test_what_changes_whenever_it_is_read_is_refused_for_a_while(world: World) -> None:
@@ -348,14 +384,28 @@ def test_what_has_become_public_is_served_to_a_token_that_the_hub_does_not_know(
     assert not store.find(HUB).is_private and not store.is_private(HUB)
 
 
-def test_what_was_fetched_since_its_source_was_asked_is_as_private_as_it_came(world: World) -> None:
-    store = world.store()
-    store.find(HUB)
-    key = store.place_key(HUB)
-    entry = store._cache.entry(key)
-    assert entry
-    store._set_private(key, msgspec.structs.replace(entry, stamp="an older one"))
-    assert store._cache.entry(key) == entry
+def test_who_learns_that_it_is_private_says_so_of_what_another_has_fetched_meanwhile(world: World) -> None:
+    first, second = world.store(), world.store()
+    first.find(HUB)
+    world.hub.rules["/api/models/org/small?blobs=true"] = hold = Hold()
+    first.forget(HUB)
+    with ThreadPoolExecutor(1) as thread:
+        reading = thread.submit(first.find, with_token("hf_one"))
+        assert hold.held.wait(60)
+        world.hub.rules.clear()
+        save_folder(world.folder / "hub" / "org" / "small", rank=4, seed=1)
+        second.forget(HUB)
+        version = second.find(HUB).version
+        world.hub.readers["org/small"] = {"hf_one"}
+        save_folder(world.folder / "hub" / "org" / "small", rank=4, seed=2)
+        weights = f"/org/small/resolve/{world.hub.commit('org/small')}/{WEIGHTS}"
+        world.hub.rules[weights] = lambda handler: handler.reply(500) is None  # whatever becomes of the download
+        hold.released.set()
+        found = reading.result(60)
+    assert found.version == version and found.is_private
+    for store in (first, second):
+        with pytest.raises(AdapterNotFound):
+            store.find(HUB)
 
 
 @pytest.mark.parametrize("is_gone", [False, True])
@@ -668,30 +718,44 @@ def test_a_reload_whose_download_fails_leaves_the_version_that_is_there(world: W
     assert store.find(ref).version == old.version
 
 
-@pytest.mark.parametrize("is_known", [True, False])
-def test_a_reload_waits_for_no_room_while_a_version_is_served(world: World, is_known: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(adapter_store, "ROOM_S", 60.0 if is_known else 0.5)
+@pytest.mark.parametrize("state", ["served", "broken", "none"])
+def test_a_reload_waits_for_no_room_while_a_version_is_served(world: World, state: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    is_served, is_held = state == "served", state != "none"
+    monkeypatch.setattr(adapter_store, "ROOM_S", 60.0 if is_served else 0.5)
     ref, others = world.on_web("small"), [world.on_web(f"other{i}", seed=3 + i) for i in range(2)]
     size = sum(file.stat().st_size for file in (world.folder / "web" / "small").iterdir())
     store = world.store(disk_bytes=2.5 * size)
     untils = []
     monkeypatch.setattr(store._cache, "grow", lambda *wanted: (untils.append(wanted[-1] > time.monotonic()), grow(*wanted))[1])
     grow = DiskCache.grow.__get__(store._cache)
-    if is_known:
-        store.hold(store.find(ref).path)
-    for other in others[is_known:]:
+    if is_held:
+        old = store.find(ref)
+        store.hold(old.path)
+        if state == "broken":
+            flip(Path(old.path) / WEIGHTS)
+    for other in others[is_held:]:
         store.hold(store.find(other).path)
     untils.clear()
     world.on_web("small", seed=1)
     store._stale[store.place_key(ref)] = 1
     with ThreadPoolExecutor(1) as thread:
         finding = thread.submit(store.find, ref)
-        if is_known:
+        if is_served:
             assert "no room" in finding.result(30).unrenewed
         else:
             with pytest.raises(Overloaded):
                 finding.result(30)
-    assert untils == [not is_known]
+    assert untils == [not is_served]
+
+
+def test_room_is_waited_for_from_when_it_was_asked(world: World) -> None:
+    ref, other = world.on_web("small"), world.on_web("other", seed=1)
+    size = sum(file.stat().st_size for file in (world.folder / "web" / "small").iterdir())
+    store = world.store(disk_bytes=2.5 * size)
+    for each in (other, world.on_web("third", seed=2)):
+        store.hold(store.find(each).path)
+    with ThreadPoolExecutor(1) as thread, pytest.raises(Overloaded):
+        thread.submit(store.find, ref, time.monotonic() - adapter_store.ROOM_S).result(adapter_store.ROOM_S / 2)
 
 
 def test_who_waits_for_his_turn_waits_for_room_meanwhile(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -774,6 +838,21 @@ def test_a_merge_whose_part_has_left_the_disk_for_others_is_not_made_now(world: 
     with pytest.raises(Overloaded, match=r"half.*/part' has left the disk.*try again"):
         store.merged(half, [found])
     assert store.merged(half, [store.find(part)]).rank == 4
+
+
+def test_a_broken_merge_is_not_in_the_way_of_its_next(world: World) -> None:
+    part, other = world.folder / "local" / "part", world.on_web("other", rank=64, seed=3)
+    save_folder(part, rank=4)
+    sizes = [sum(file.stat().st_size for file in folder.iterdir()) for folder in (part, world.folder / "web" / "other")]
+    half, slack = merge_ref("half", "part", weights=(0.5,)), sizes[0] // 2
+    store = world.store(disk_bytes=2 * sizes[0] + MERGE_BYTES + sizes[1] + slack)
+    store.merge = merging([])
+    parts = [store.find(AdapterRef(adapter_id="part"))]
+    made = store.merged(half, parts)
+    store.hold(store.find(other).path)
+    flip(Path(made.path) / WEIGHTS)
+    assert store.held_merge(half, parts) is None
+    assert store.merged(half, parts).version == made.version
 
 
 def test_parts_that_could_never_lie_beside_their_merge_are_refused_before_it_is_made(world: World) -> None:

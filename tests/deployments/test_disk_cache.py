@@ -25,6 +25,7 @@ KEY = "hub-a-0123"
 @pytest.fixture(autouse=True)
 def short_looks(monkeypatch: pytest.MonkeyPatch) -> None:
     """What one has found counts for nobody else."""
+    monkeypatch.setattr(disk_room, "LOOK_S", 0.0)
     monkeypatch.setattr(disk_room, "LOOK_SHARE", 0)
 
 
@@ -60,11 +61,11 @@ def downloaded(cache: DiskCache, num_bytes: int) -> Iterator[tuple[Path, Entry]]
         yield staged, Entry(name=KEY, version=content_hash(staged), stamp="s", is_private=False)
 
 
-def full_of_what_is_held(tmp_path: Path) -> tuple[DiskCache, list[Path], int]:
-    """The cache, its two versions, and the bytes of one."""
+def full_of_what_is_held(tmp_path: Path, num: int = 2) -> tuple[DiskCache, list[Path], int]:
+    """The cache, its versions, and the bytes of one."""
     size = folder_bytes(tmp_path)
-    cache = DiskCache(tmp_path / "cache", 2 * size)
-    paths = [keep(cache, f"hub-{i}", size, seed=i) for i in range(2)]
+    cache = DiskCache(tmp_path / "cache", num * size)
+    paths = [keep(cache, f"hub-{i}", size, seed=i) for i in range(num)]
     for path in paths:
         cache.hold(str(path))
     return cache, paths, size
@@ -123,17 +124,32 @@ def test_when_all_stays_in_use_nothing_is_evicted_and_the_newcomer_is_refused(tm
     assert all(path.exists() for path in paths)
 
 
-def test_a_newcomer_waits_until_somebody_needs_his_files_no_more(tmp_path: Path) -> None:
+def test_a_newcomer_waits_until_somebody_needs_his_files_no_more(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     cache, paths, size = full_of_what_is_held(tmp_path)
+    looks = threading.Semaphore(0)
+    monkeypatch.setattr(cache._room, "looked", lambda *found: looks.release())
     with ThreadPoolExecutor(1) as threads:
         waiting = threads.submit(keep, cache, "hub-2", size, seed=2, patience_s=30)
-        while not (cache._waiting or waiting.done()):
-            time.sleep(0.01)
-        time.sleep(2 * disk_room.LOOK_S)
+        assert all(looks.acquire(timeout=10) for _ in range(2))
         assert not waiting.done() and all(path.exists() for path in paths)
         cache.let_go(str(paths[1]))
         assert waiting.result(10).exists()
-    assert [path.exists() for path in paths] == [True, False] and not cache._waiting
+    assert [path.exists() for path in paths] == [True, False]
+
+
+def test_all_who_wait_have_the_room_that_is_let_go_however_many_they_are(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(disk_room, "LOOK_S", 1.0)
+    num = 12
+    cache, paths, size = full_of_what_is_held(tmp_path, num)
+    began = time.monotonic()
+    with ThreadPoolExecutor(num) as threads:
+        waiting = [threads.submit(keep, cache, f"hub-new{i}", size, seed=num + i, patience_s=60) for i in range(num)]
+        while not cache._room._found.num_held:
+            time.sleep(0.01)
+        for path in paths:
+            cache.let_go(str(path))
+        assert all(one.result(60).exists() for one in waiting)
+    assert time.monotonic() - began < num / 2, "nobody waits the longer, the more do"
 
 
 def test_what_is_published_stays_while_it_is_looked_at(tmp_path: Path) -> None:
@@ -509,6 +525,17 @@ def test_what_is_published_counts_once(tmp_path: Path) -> None:
         assert keep(cache, "hub-other", size, seed=1).exists() and path.exists()
 
 
+def test_what_is_published_out_of_a_staged_folder_counts_once_too(tmp_path: Path) -> None:
+    """As a merge is, which is made beside its parts."""
+    size = folder_bytes(tmp_path)
+    cache = DiskCache(tmp_path / "cache", 2 * size)
+    with cache.only_one(KEY), cache.staging(KEY, size) as staged:
+        save_folder(made := staged / "made", rank=4)
+        entry = Entry(name=KEY, version=content_hash(made), stamp="s", is_private=False)
+        with cache.published(KEY, made, entry) as path:
+            assert keep(cache, "hub-other", size, seed=1).exists() and path.exists()
+
+
 def test_nothing_is_published_while_another_process_counts(tmp_path: Path) -> None:
     size = folder_bytes(tmp_path)
     cache, other = (DiskCache(tmp_path / "cache", 2 * size) for _ in range(2))
@@ -521,20 +548,23 @@ def test_nothing_is_published_while_another_process_counts(tmp_path: Path) -> No
         assert publishing.result(30).exists()
 
 
-@pytest.mark.parametrize("work", ["free", "grow"])
+@pytest.mark.parametrize("work", ["free", "grow", "disown"])
 def test_files_are_counted_and_deleted_by_one_process_at_a_time(tmp_path: Path, work: str) -> None:
     size = folder_bytes(tmp_path)
     cache, other = (DiskCache(tmp_path / "cache", 2 * size) for _ in range(2))
     removed = keep(cache, KEY, size)
     (removed / disk_cache.REMOVED_FILE).touch()
+    entry_file = removed.parent / disk_cache.ENTRY_FILE
     with cache.only_one("hub-a"), cache.staging("hub-a") as staged, ThreadPoolExecutor(1) as threads:
+        calls = {"free": (cache.free, str(removed)), "grow": (cache.grow, staged, size), "disown": (cache.disown, KEY)}
+        gone = {"free": removed, "grow": staged, "disown": entry_file}[work]
         with other.only_one(disk_cache.ROOM):
-            call = threads.submit(cache.free, str(removed)) if work == "free" else threads.submit(cache.grow, staged, size)
+            call = threads.submit(*calls[work])
             with pytest.raises(TimeoutError):
                 call.result(0.2)  # it must not come while the other counts
-            assert removed.exists() and staged.exists()
+            assert gone.exists()
         call.result(30)
-        assert not (removed if work == "free" else staged).exists()
+        assert not gone.exists()
 
 
 def test_the_eviction_of_an_older_version_leaves_the_newer_one_to_be_found(tmp_path: Path) -> None:
