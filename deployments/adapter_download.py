@@ -12,7 +12,7 @@ from loray.deployments.errors import AdapterFailed
 from loray.models.adapter_config import CONFIG_FILE
 
 
-def download(source: Source, place: Place, offer: Offer, token: str, files: AdapterFiles, cache: DiskCache, room_until: float) -> Adapter:
+def download(source: Source, place: Place, offer: Offer, files: AdapterFiles, cache: DiskCache, room_until: float, token: str) -> Adapter:
     """For who is the only one of the place's key. Raises AdapterNotFound, AdapterFailed, AdapterChanged, DiskFull and DiskBusy.
 
     room_until: how long room on disk is waited for, by the monotonic clock."""

@@ -6,7 +6,7 @@ import traceback
 from collections.abc import Iterator
 
 from loray.deployments.disk_room import DiskBusy, DiskFull
-from loray.deployments.errors import AdapterFailed, LorayError, Overloaded
+from loray.deployments.errors import AdapterFailed, AdapterNotFound, LorayError, Overloaded
 
 logger = logging.getLogger("ray.serve.loray")
 
@@ -33,3 +33,12 @@ def told_when_full(name: str) -> Iterator[None]:
         raise AdapterFailed(f"adapter {name!r}: {error}") from None
     except DiskBusy as error:
         raise Overloaded(f"adapter {name!r}: {error}; try again") from None
+
+
+@contextlib.contextmanager
+def was_there() -> Iterator[None]:
+    """Only what a source says when it is asked first means that there is no such adapter any more."""
+    try:
+        yield
+    except AdapterNotFound as error:
+        raise AdapterFailed(f"{error.message}, but was a moment ago; try again later") from None

@@ -6,8 +6,9 @@ Blocking, and for many threads at once; who waits for a download delays nobody b
 import contextlib
 import logging
 import time
-from collections.abc import Iterator, Set
+from collections.abc import Set
 from dataclasses import replace
+from functools import partial
 from itertools import count
 from pathlib import Path
 
@@ -15,7 +16,7 @@ import msgspec
 from huggingface_hub import get_token
 
 from loray.deployments.adapter_download import download
-from loray.deployments.adapter_errors import only_loray_errors, told_when_full
+from loray.deployments.adapter_errors import only_loray_errors, told_when_full, was_there
 from loray.deployments.adapter_files import AdapterFiles
 from loray.deployments.adapter_listing import AdapterListing
 from loray.deployments.adapter_merging import Merge, check_room, merge_into, merge_place
@@ -40,7 +41,6 @@ logger = logging.getLogger("ray.serve.loray")
 
 ROOM_S = 30.0  # that a download waits for room on disk
 NUM_READS = 3  # of an adapter that changes at its source while it is read
-
 NOWHERE = "none"  # the key of a reference that means nothing: nothing is kept under it
 
 
@@ -237,11 +237,12 @@ class AdapterStore:
 
     def _read(self, wish: Wish, num_left: int = NUM_READS) -> Adapter:
         """What its source has, which is asked again where that changes meanwhile."""
+        known = self._cache.entry(wish.place.key)
         offer = self._describe(wish)  # before another's download is waited for: who may not read it is told at once
-        with _was_there():
+        with was_there():
             try:
                 with self._fetching.only_one(wish.place.key):
-                    return self._fetch(wish, offer)
+                    return self._fetch(wish, offer, known)
             except AdapterChanged as change:
                 if num_left == 1:
                     raise AdapterFailed(f"{change.message}, {NUM_READS} times; try again later") from None
@@ -285,14 +286,19 @@ class AdapterStore:
             offer = self._sources[wish.place.source].describe(wish.place, wish.token)
         if key in self._stale:
             self._readers.ask_anew(key)
+        if offer.is_private:
+            self._readers.add(wish.asker)
         return offer
 
-    def _fetch(self, wish: Wish, offer: Offer) -> Adapter:
+    def _fetch(self, wish: Wish, offer: Offer, known: Entry | None) -> Adapter:
+        """known: what was on disk before its source made the offer."""
         key = wish.place.key
         with self._cache.only_one(key):
             entry = self._cache.entry(key)
             if entry and offer.is_private and not entry.is_private:  # whatever becomes of the download
                 self._cache.set_entry(key, msgspec.structs.replace(entry, is_private=True))
+            if entry and entry != known and entry.is_private != offer.is_private:  # which of both its source has said last nobody knows
+                raise AdapterChanged(f"adapter {wish.place.name!r}: who may read it was changed while it was read")
             if adapter := self._held(wish) or self._unchanged(wish, offer):
                 return adapter
             if entry and not is_whole(self._cache.path(key, entry.version), entry.version):
@@ -310,8 +316,9 @@ class AdapterStore:
 
     def _withdraw(self, key: str, known: Entry) -> None:
         """What everybody could have is for nobody without a token any more: no other process is to serve or list it either."""
+        self._stale[key] = next(self._numbers)  # what is on its way may have been offered before
         with self._fetching.only_one(key):
-            if self._cache.entry(key) == known:  # else it was fetched since its source was asked
+            if self._cache.entry(key) == known:
                 self._cache.remove(key)
 
     def _unchanged(self, wish: Wish, offer: Offer) -> Adapter | None:
@@ -333,14 +340,11 @@ class AdapterStore:
         may_wait = offer.num_bytes <= self._max_bytes - self.max_pinned_bytes  # else pins may keep it out for ever
         is_here = place.key in self._stale and self._cache.entry(place.key) is not None  # and is served on instead
         room_until = wish.room_until if may_wait and not is_here else 0.0
+        fetch = partial(download, self._sources[place.source], place, offer, self._files, self._cache, room_until)
         with told_when_full(place.name), self._failures.of_source(place.key):
-            return download(self._sources[place.source], place, offer, wish.token, self._files, self._cache, room_until)
-
-
-@contextlib.contextmanager
-def _was_there() -> Iterator[None]:
-    """Only what a source says when it is asked first means that there is no such adapter any more."""
-    try:
-        yield
-    except AdapterNotFound as error:
-        raise AdapterFailed(f"{error.message}, but was a moment ago; try again later") from None
+            try:
+                return fetch(wish.token)
+            except AdapterNotFound:
+                if offer.is_private or not wish.token:
+                    raise
+                return fetch("")  # a token that is refused keeps from nobody what all may read

@@ -177,7 +177,7 @@ class DiskCache:
             began = time.monotonic()
             try:
                 with self.only_one(ROOM):  # held while files are counted and deleted, never while any are read from afar
-                    self._make_room(num_bytes, staged.stem)
+                    self._make_room(num_bytes, staged.stem, began)
                     return staged.rename(staged.with_suffix(f".{num_bytes}"))
             except DiskBusy:
                 if began >= until:
@@ -253,10 +253,10 @@ class DiskCache:
                 if is_free:
                     shutil.rmtree(left, ignore_errors=True)
 
-    def _make_room(self, num_bytes: int, key: str) -> None:
+    def _make_room(self, num_bytes: int, key: str, asked: float) -> None:
         """key: what the room is for. Its version that is served stays, unless the disk could not hold both: that one goes last.
-        Raises DiskFull and DiskBusy."""
-        self._room.check(num_bytes)  # another may have looked while this one waited for its turn
+        asked: when, by the monotonic clock. Raises DiskFull and DiskBusy."""
+        self._room.check(num_bytes, asked)
         began = time.monotonic()
         entry = self.entry(key)
         served = self.path(key, entry.version) if entry else None

@@ -46,7 +46,11 @@ class HubSource:
             raise not_found(place)
         if info.id != place.address and info.id.casefold() == place.address.casefold():  # else one adapter would be several here
             raise AdapterFailed(f"adapter {place.name!r}: on the hub its id is written {info.id!r}; ask for it so")
-        is_private = bool(info.private or info.gated) or (token != "" and not self.may_read(place, ""))
+        is_private = bool(info.private or info.gated)
+        if not is_private and token and not self.may_read(place, ""):
+            if not self.may_read(place, token):  # it is gone
+                raise not_found(place)
+            is_private = True
         files = {name: sizes[name] for name in (*FILES, *EXTRA_FILES) if sizes.get(name) is not None}
         digests = {name: digest for name in files if (digest := digest_of("sha256", hashes.get(name, "")))}
         return Offer(files, stamp=info.sha or "", is_private=is_private, digests=digests)

@@ -191,11 +191,15 @@ class TakenAway:
         ("web", "HEAD", CONFIG_FILE, 3),  # when it is described once more, since it was replaced first
         ("hub", "HEAD", CONFIG_FILE, 1),
         ("hub", "HEAD", WEIGHTS, 1),
+        ("private", "HEAD", CONFIG_FILE, 1),
+        ("private", "HEAD", WEIGHTS, 1),
     ],
 )
 def test_what_is_gone_for_a_moment_while_it_is_read_is_served_on(world: World, source: str, method: str, name: str, nth: int) -> None:
-    store, ref = world.store(), HUB if source == "hub" else world.on_web("small")
-    server, place = (world.hub, "org/small") if source == "hub" else (world.web, "small")
+    store, ref = world.store(), world.on_web("small") if source == "web" else with_token("hf_one")
+    server, place = (world.web, "small") if source == "web" else (world.hub, "org/small")
+    if source == "private":
+        world.hub.readers[place] = {"hf_one"}
     old = store.find(ref)
     save_folder(server.root / place, rank=4, seed=1)
 
@@ -206,7 +210,7 @@ def test_what_is_gone_for_a_moment_while_it_is_read_is_served_on(world: World, s
 
     if nth == 3:
         server.rules[f"/{place}/{WEIGHTS}"] = replace
-    folder = f"{place}/resolve/{world.hub.commit(place)}" if source == "hub" else place
+    folder = place if source == "web" else f"{place}/resolve/{world.hub.commit(place)}"
     server.rules[f"/{folder}/{name}"] = taken_away = TakenAway(server.root / place, method, nth)
     store.forget(ref)
     found = store.find(ref)
@@ -215,6 +219,20 @@ def test_what_is_gone_for_a_moment_while_it_is_read_is_served_on(world: World, s
     taken_away.undo()
     store.forget(ref)
     assert store.find(ref).version != old.version
+
+
+def test_what_is_gone_while_it_is_described_is_not_for_readers_alone(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(adapter_store, "get_token", lambda: "hf_server")
+    store = world.store(default_source="hub")
+    store.find(HUB)
+    taken_away = TakenAway(world.hub.root / "org" / "small", "HEAD", 1)
+    world.hub.rules[f"/org/small/resolve/main/{CONFIG_FILE}"] = taken_away
+    store.forget(HUB)
+    with pytest.raises(AdapterNotFound):
+        store.find(HUB)
+    taken_away.undo()
+    store.forget(HUB)
+    assert not store.find(HUB).is_private and store.names() == ["org/small"]
 
 
 @pytest.mark.parametrize("spoil", [lambda file: os.truncate(file, 500), flip])
@@ -406,6 +424,69 @@ def test_who_learns_that_it_is_private_says_so_of_what_another_has_fetched_meanw
     for store in (first, second):
         with pytest.raises(AdapterNotFound):
             store.find(HUB)
+
+
+def test_a_refusal_is_not_forgotten_for_a_download_that_was_offered_before(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(remembered_failures, "FAILURE_S", 1e-9)
+    store = world.store(default_source="hub")
+    store.find(HUB)
+    save_folder(world.folder / "hub" / "org" / "small", rank=4, seed=1)
+    world.hub.rules[f"/org/small/resolve/{world.hub.commit('org/small')}/{WEIGHTS}"] = hold = Hold()
+    store.forget(HUB)
+    with ThreadPoolExecutor(2) as threads:
+        good = threads.submit(store.find, with_token("hf_one"))
+        assert hold.held.wait(60)
+        world.hub.readers["org/small"] = {"hf_one"}
+        number = store._stale[store.place_key(HUB)]
+        refused = threads.submit(store.find, HUB)
+        while store._stale[store.place_key(HUB)] == number:
+            time.sleep(0.01)
+        hold.released.set()
+        assert not good.result(60).is_private
+        with pytest.raises(AdapterNotFound):
+            refused.result(60)
+    with pytest.raises(AdapterNotFound):
+        store.find(with_token("hf_two"))
+    assert store.find(with_token("hf_one")).is_private and not store.names()
+
+
+@pytest.mark.parametrize("becomes_private", [True, False])
+def test_what_a_source_has_said_last_of_who_may_read_it_counts(world: World, becomes_private: bool) -> None:
+    """One process was told before and acts after another was told otherwise."""
+    readers = {"org/small": {"hf_one"}}
+    world.hub.readers = {} if becomes_private else readers
+    late, other = world.store(), world.store()
+    late.find(with_token("hf_one"))
+    described, go_on, fetch = threading.Event(), threading.Event(), late._fetch
+
+    def fetch_late(*offered: Any) -> Adapter:
+        described.set()
+        assert go_on.wait(60)
+        return fetch(*offered)
+
+    late._fetch = fetch_late  # type: ignore[method-assign]
+    for store in (late, other):
+        store.forget(HUB)
+    with ThreadPoolExecutor(1) as thread:
+        finding = thread.submit(late.find, with_token("hf_one"))
+        assert described.wait(60)
+        world.hub.readers = readers if becomes_private else {}
+        assert other.find(with_token("hf_one")).is_private == becomes_private
+        go_on.set()
+        assert finding.result(60).is_private == becomes_private
+    assert late.is_private(HUB) == other.is_private(HUB) == becomes_private
+
+
+def test_a_token_that_is_refused_for_files_alone_keeps_from_nobody_what_all_may_read(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
+    answer = world.hub.answer
+
+    def refuse(handler: Handler) -> None:
+        if "/resolve/" in handler.path and world.hub._token(handler) == "hf_odd":
+            return handler.reply(401, X_Error_Message="Invalid credentials in Authorization header")
+        return answer(handler)
+
+    monkeypatch.setattr(world.hub, "answer", refuse)
+    assert not world.store().find(with_token("hf_odd")).is_private
 
 
 @pytest.mark.parametrize("is_gone", [False, True])

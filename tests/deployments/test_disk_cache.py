@@ -196,6 +196,33 @@ def test_what_was_in_use_a_moment_ago_is_room_as_soon_as_it_is_let_go(tmp_path: 
     assert keep(cache, KEY, size, seed=5).exists()
 
 
+def test_who_has_waited_for_his_turn_to_look_does_not_look_once_more(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """However much is let go meanwhile: else each of many would, one after another, beyond the time that they have."""
+    cache, paths, size = full_of_what_is_held(tmp_path)
+    looks, num = [], 10
+    delete_left = cache._delete_left
+
+    def look() -> None:
+        while waiting.count(True) < num:
+            time.sleep(0.01)
+        looks.append(1)
+        delete_left()
+        cache._room.changed()
+
+    monkeypatch.setattr(cache, "_delete_left", look)
+    waiting = list[bool]()
+
+    def wait(i: int) -> None:
+        with cache.only_one(f"hub-new{i}"), cache.staging(f"hub-new{i}") as staged:
+            waiting.append(True)
+            with pytest.raises(DiskBusy):
+                cache.grow(staged, size)
+
+    with ThreadPoolExecutor(num) as threads:
+        list(threads.map(wait, range(num)))
+    assert len(looks) < num / 2
+
+
 @pytest.mark.usefixtures("long_looks")
 def test_who_gives_up_makes_nobody_look_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     cache, _, size = full_of_what_is_held(tmp_path)
