@@ -173,16 +173,19 @@ class DiskCache:
     def grow(self, staged: Path, num_bytes: int, until: float = 0.0) -> Path:
         """Makes room for so many bytes in the staged folder, which has another name then. Waits for it until that moment of the monotonic
         clock: others are read into memory or downloaded, and need theirs no more. Raises DiskFull and DiskBusy."""
+        has_waited = False
         while True:
             began = time.monotonic()
             try:
                 with self.only_one(ROOM):  # held while files are counted and deleted, never while any are read from afar
-                    self._make_room(num_bytes, staged.stem, began)
+                    self._room.check(num_bytes, began, has_waited)
+                    self._make_room(num_bytes, staged.stem)
                     return staged.rename(staged.with_suffix(f".{num_bytes}"))
             except DiskBusy:
                 if began >= until:
                     raise
             time.sleep(max(0.0, min(self._room.pause_s, until - time.monotonic())))
+            has_waited = True
 
     @contextmanager
     def published(self, key: str, staged: Path, entry: Entry) -> Iterator[Path]:
@@ -253,10 +256,9 @@ class DiskCache:
                 if is_free:
                     shutil.rmtree(left, ignore_errors=True)
 
-    def _make_room(self, num_bytes: int, key: str, asked: float) -> None:
+    def _make_room(self, num_bytes: int, key: str) -> None:
         """key: what the room is for. Its version that is served stays, unless the disk could not hold both: that one goes last.
-        asked: when, by the monotonic clock. Raises DiskFull and DiskBusy."""
-        self._room.check(num_bytes, asked)
+        Raises DiskBusy."""
         began = time.monotonic()
         entry = self.entry(key)
         served = self.path(key, entry.version) if entry else None

@@ -34,16 +34,16 @@ class DiskRoom:
         self._found = _Found()
         self._changed = 0.0  # when there was more room than before
 
-    def check(self, num_bytes: int, asked: float) -> None:
+    def check(self, num_bytes: int, asked: float, has_waited: bool = False) -> None:
         """Raises DiskFull, and DiskBusy where there was no room for so much a moment ago.
 
-        asked: when, by the monotonic clock; what another has found since counts though there may be more by now, for who has waited for
-        his turn to look would else look once more, and all behind him too."""
+        asked: when, by the monotonic clock; has_waited: before that. What was found since then counts though there may be more by now, and for
+        who has waited all that was found a moment ago: of many who wait each would else look once more after the other."""
         if num_bytes > self.max_bytes:
             raise DiskFull(f"it may take {num_bytes} bytes on disk, more than adapters.disk_bytes ({self.max_bytes})")
         found = self._found
-        counts = asked < found.began or (self._changed < found.began and time.monotonic() < found.until)
-        if counts and num_bytes > self.max_bytes - found.num_held - found.num_coming:
+        is_new = time.monotonic() < found.until and (has_waited or self._changed < found.began)
+        if (is_new or asked < found.began) and num_bytes > self.max_bytes - found.num_held - found.num_coming:
             raise self.busy(num_bytes, found.num_held, found.num_coming)
 
     def looked(self, began: float, num_held: int, num_coming: int) -> None:

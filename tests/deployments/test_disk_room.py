@@ -12,20 +12,26 @@ def began() -> float:
     return time.monotonic() - LONG_AGO_S
 
 
+def check(room: DiskRoom, num_bytes: int) -> None:
+    """By who comes now."""
+    room.check(num_bytes, asked=time.monotonic())
+
+
 def test_what_a_look_has_not_found_is_not_looked_for_again_at_once() -> None:
     room = DiskRoom(100)
-    room.check(100)
+    check(room, 100)
     room.looked(began(), num_held=50, num_coming=20)
     with pytest.raises(DiskBusy, match=r"no room for 31 bytes.*disk_bytes \(100\).*take 50 and downloads under way 20"):
-        room.check(31)
-    room.check(30)  # there may be
+        check(room, 31)
+    check(room, 30)  # there may be
 
 
 def test_a_look_counts_for_a_moment_only(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(disk_room, "LOOK_S", 0.0)
     monkeypatch.setattr(disk_room, "LOOK_SHARE", 0)
     room = DiskRoom(100)
     room.looked(began(), num_held=100, num_coming=0)
-    room.check(1)
+    check(room, 1)
 
 
 def test_looks_that_take_long_are_far_apart() -> None:
@@ -40,15 +46,26 @@ def test_it_counts_no_more_when_there_may_be_room() -> None:
     room, before = DiskRoom(100), began()
     room.looked(before, num_held=100, num_coming=0)
     with pytest.raises(DiskBusy):
-        room.check(1)
+        check(room, 1)
     room.changed()
-    room.check(1)
+    check(room, 1)
     room.looked(before, num_held=100, num_coming=0)  # it had begun before that
-    room.check(1)
+    check(room, 1)
+
+
+def test_it_counts_whatever_has_changed_for_who_waited_for_it_or_has_waited_since_an_earlier_one() -> None:
+    room, before = DiskRoom(100), began()
+    room.looked(before, num_held=100, num_coming=0)
+    room.changed()
+    with pytest.raises(DiskBusy):
+        room.check(1, asked=before - 1)
+    with pytest.raises(DiskBusy):
+        room.check(1, asked=time.monotonic(), has_waited=True)
+    check(room, 1)
 
 
 def test_what_can_never_fit_is_told_so() -> None:
     room = DiskRoom(100)
     room.looked(began(), num_held=100, num_coming=0)
     with pytest.raises(DiskFull, match=r"101 bytes on disk, more than adapters.disk_bytes \(100\)"):
-        room.check(101)
+        check(room, 101)
