@@ -37,8 +37,8 @@ class DiskRoom:
     def check(self, num_bytes: int, asked: float, has_waited: bool = False) -> None:
         """Raises DiskFull, and DiskBusy where there was no room for so much a moment ago.
 
-        asked: when, by the monotonic clock; has_waited: before that. What was found since then counts though there may be more by now, and for
-        who has waited all that was found a moment ago: of many who wait each would else look once more after the other."""
+        asked: when, by the monotonic clock; has_waited: before that. What was found since then counts though there may be more by now,
+        and for who has waited all that was found a moment ago: of many who wait each would else look once more after the other."""
         if num_bytes > self.max_bytes:
             raise DiskFull(f"it may take {num_bytes} bytes on disk, more than adapters.disk_bytes ({self.max_bytes})")
         found = self._found
