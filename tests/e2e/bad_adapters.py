@@ -14,7 +14,6 @@ from typing import Any, NamedTuple
 
 import httpx
 import numpy as np
-import psutil
 
 from loray.models.adapter import CONFIG_FILE, WEIGHTS_FILE
 from loray.models.adapter_header import MAX_HEADER_BYTES
@@ -235,16 +234,6 @@ def run_rounds(url: str, good_ids: list[str], rounds: list[list[Wish]], num_alon
         answers += asking.result()
         seconds += max(one.asked + one.seconds for one in asking.result()) - min(one.asked for one in asking.result())
     return Traffic(alone, beside, answers, seconds)
-
-
-def opened(app_name: str) -> dict[str, int]:
-    """Threads and open files of an application's replicas."""
-    counts = {}
-    for process in psutil.Process().children(recursive=True):
-        for deployment in ("Driver", "Ingress"):
-            if f"ServeReplica:{app_name}:{deployment}" in " ".join(process.cmdline()):
-                counts |= {f"{deployment} threads": process.num_threads(), f"{deployment} files": process.num_fds()}
-    return counts
 
 
 def num_looked_up(answers: list[Answer]) -> int:

@@ -29,7 +29,6 @@ from tests.e2e.bad_adapters import (
     ask_all,
     bad_kinds,
     bad_times,
-    opened,
     run_rounds,
     stream_until,
     wishes,
@@ -39,6 +38,7 @@ from tests.e2e.file_server import FileServer, serving
 from tests.e2e.moving_adapter import Moving, moving
 from tests.e2e.oracle import Oracle
 from tests.e2e.patience import PATIENCE_S
+from tests.e2e.replicas import adapter_series, opened
 from tests.e2e.stored_times import store
 from tests.models.tiny_llama import save_adapter, save_llama
 
@@ -240,11 +240,10 @@ def make_bad(root: Path, files: FileServer, tmp_path: Path) -> Iterator[Callable
 def held(app: App, cache: Path) -> dict[str, Any]:
     """All that a request could leave behind, but for what streams change."""
     changing = ("steps_total", "tokens_total", "seconds_total", "prefix_hit_rate", "kv_blocks_cached")
-    stats, lines = app.wait_until_idle(), app.get("/metrics").text.splitlines()
+    stats = app.wait_until_idle()
     return {
         "pools and counters": {name: value for name, value in stats.items() if not name.endswith(changing)},
         "listed": {name: (one["state"], one["num_running"], one["num_failed"]) for name, one in adapters(app).items()},
-        "series": {line.rpartition(" ")[0] for line in lines if line.startswith("loray_adapter")},
         "on disk": set((cache / "loray" / "adapters").rglob("*")),
     }
 
@@ -256,20 +255,21 @@ def check_bad_requests(
     with ProcessPoolExecutor(1, mp_context=get_context("spawn")) as process:
         process.submit(ask_all, app.url, wishes(kinds, 2 * len(kinds))).result()  # what is made once is made now
         stream_until(app.url, GOOD, lambda num_ended: num_ended > 0)
-        before, were_open, stats = held(app, cache), opened(app.name), app.ask_driver("stats")
+        before, had_series, were_open, stats = held(app, cache), adapter_series(app), opened(app.name), app.ask_driver("stats")
         traffic = run_rounds(app.url, GOOD, rounds, num_alone, process)
     for one in traffic.answers:
         assert one.status in (422, 424) and one.wish.says in one.text, one
     prompt_ids, streams = oracle.tokenizer(STREAM_PROMPT)["input_ids"], traffic.alone + traffic.beside
     for adapter_id, token_ids in {(one.adapter_id, one.token_ids) for one in streams}:
         oracle.assert_greedy(adapter_id, prompt_ids, list(token_ids))
-    after = held(app, cache)
-    assert after.pop("series") <= before.pop("series")  # without those of adapters that an earlier test has unloaded
-    assert after == before
+    assert held(app, cache) == before
+    assert adapter_series(app) <= had_series  # without those of adapters that an earlier test has unloaded
     for name, num_each in (("prompt_tokens_total", len(prompt_ids)), ("generated_tokens_total", NUM_NEW)):
         assert app.ask_driver("stats")[name] - stats[name] == num_each * len(streams), f"what was refused is among the {name}"
     are_open = opened(app.name)
-    assert are_open.keys() == were_open.keys() and all(are_open[name] < were_open[name] + NUM_POOLED for name in are_open), are_open
+    lasting = are_open.keys() & were_open.keys()
+    assert {name.split()[0] for name in lasting} == {"Driver", "Ingress"}, "of each kind one was there all the time"
+    assert all(are_open[name] < were_open[name] + NUM_POOLED for name in lasting), are_open
     return {**bad_times(traffic), "opened": {"before": were_open, "after": are_open}}
 
 
