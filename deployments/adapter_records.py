@@ -11,6 +11,11 @@ MAX_UNLOADED = 1000  # records of unloaded adapters that are kept
 MAX_UNDONE = 1000  # changes that are remembered as undone: more can't be on their way at once
 
 
+def now_ms() -> int:
+    """Since 1970, as records are numbered."""
+    return time.time_ns() // 1_000_000
+
+
 class AdapterRecord(msgspec.Struct, frozen=True, kw_only=True):
     """What an admin last wanted of an adapter.
 
@@ -112,7 +117,7 @@ class AdapterSet:
         return self._records[adapter_id].number if adapter_id in self._records else -1
 
     def _next(self) -> int:
-        self.number = max(self.number + 1, time.time_ns() // 1_000_000)
+        self.number = max(self.number + 1, now_ms())
         return self.number
 
     def _put(self, adapter_id: str, record: AdapterRecord) -> None:

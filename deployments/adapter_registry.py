@@ -14,7 +14,7 @@ from typing import Protocol
 
 import msgspec
 
-from loray.deployments.adapter_records import AdapterChange, AdapterRecords, AdapterSet, Changed
+from loray.deployments.adapter_records import AdapterChange, AdapterRecords, AdapterSet, Changed, now_ms
 from loray.deployments.adapter_status import AdapterStatus
 from loray.deployments.errors import Unhealthy
 
@@ -89,7 +89,7 @@ class AdapterRegistry:
         self.is_over = False  # set from any thread
         self._set = AdapterSet()
         self._replicas: dict[str, _Replica] = {}
-        self._question = time.time_ns() // 1_000_000  # beyond all of an earlier registry, whose answers may come late
+        self._question = now_ms()  # beyond all of an earlier registry, whose answers may come late
         self._news = asyncio.Event()  # set and replaced when anything happens
 
     # For driver replicas: registry_follower.py.

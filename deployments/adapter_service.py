@@ -16,7 +16,7 @@ import msgspec
 
 from loray.deployments.adapter_arrival import arrival, logged_load
 from loray.deployments.adapter_finder import AdapterFinder, Store
-from loray.deployments.adapter_records import AdapterRecord, AdapterRecords
+from loray.deployments.adapter_records import AdapterRecord, AdapterRecords, now_ms
 from loray.deployments.adapter_report import AdapterReport
 from loray.deployments.adapter_status import AdapterStatus, TierUse
 from loray.deployments.adapter_template import adapter_template
@@ -34,6 +34,7 @@ from loray.deployments.slow_work import told_when_slow
 
 logger = logging.getLogger("ray.serve.loray")
 T = TypeVar("T")
+Told = tuple[Callable[[], None], Callable[[str, str], None]]
 
 NUM_LOADS = 4  # that wait for their arrival at once: what is on its way may take more room than it will need
 RETRY_S = 15.0  # between two tries to load what is pinned
@@ -54,7 +55,7 @@ class AdapterService:
         self._wishes = AdapterWishes(self._key, store.place_key)
         self._uses = AdapterUses(lambda use: self._wishes.of(use) is not None)
         self._replaced = ReplacedAdapters()
-        self._started = time.time_ns() // 1_000_000  # as records are numbered
+        self._started = now_ms()
         self._preloaded: set[AdapterRef] = set()
         self._retries: dict[AdapterRef, asyncio.TimerHandle] = {}  # of loads that failed
         self._tasks: set[asyncio.Task[None]] = set()
@@ -110,10 +111,11 @@ class AdapterService:
             raise
 
     @contextmanager
-    def counted(self, ref: AdapterRef, adapter: Adapter) -> Iterator[tuple[Callable[[], None], Callable[[str, str], None]]]:
+    def counted(self, ref: AdapterRef, adapter: Adapter, began_ms: int = 0) -> Iterator[Told]:
         """Around one request of an adapter that was found. What it yields is told when the adapter's files are needed no more, and how the
-        request ended: the error and its message."""
+        request ended: the error and its message. began_ms: as in GenerationRequest."""
         use, began = self._use(ref), time.monotonic()
+        use.last_began = max(use.last_began, began_ms or now_ms())
         use.adapter = use.adapter or adapter  # what was unloaded since it was found is in use again
         use.num_running += 1
 
@@ -132,6 +134,8 @@ class AdapterService:
         finally:
             use.num_running -= 1
             use.last_used = time.time()
+            if self._wishes.is_left_over(use) and self._uses.get(use.ref) is use:
+                self._in_background(self._unload_wholly(use.ref))
 
     async def load(self, ref: AdapterRef, record: AdapterRecord | None = None, is_renewed: bool = False) -> None:
         """Returns when it is in the host memory of every rank, or when the record is not the newest any more. Raises a LorayError.
@@ -249,20 +253,19 @@ class AdapterService:
             for ref in self._replaced.of(adapter_id):
                 if ref not in self._uses or not self._uses[ref].is_loading:
                     self._replaced.drop(adapter_id, ref)
-                    if await self._unload(ref):
-                        await self._finder.remove(ref)
+                    await self._unload_wholly(ref)
 
     async def _unload(self, ref: AdapterRef, is_again: bool = False) -> bool:
         """Whether what is on disk alone is still to be removed. Of a merge: all that go by this name.
 
         is_again: those that are being found now came after the admin's wish."""
-        keys = [key for key in self._uses if key == self._key(ref) or (key.merge and key.adapter_id == ref.adapter_id)]
+        keys = [key for key in self._uses if self._wishes.is_meant(key, ref)]
         self._unpin(keys)
         uses = [self._uses.pop(key) for key in keys]
         if not any(use.adapter for use in uses) and not self._wishes.is_place_wanted(ref):
             if not self._finder.is_searching(ref):
                 return True
-            self._in_background(self._unload_found(ref))
+            self._unload_found(ref)
             return False
         loop, wanted = asyncio.get_running_loop(), self._wishes.versions(self._uses)
         for use in uses:
@@ -272,15 +275,27 @@ class AdapterService:
                 await self._ask(partial(AdapterTiers.unload, version=use.adapter.version, on_freed=freed))
         is_merge = any(use.ref.merge for use in uses)
         if is_merge and self._finder.is_searching(ref) and not is_again:
-            self._in_background(self._unload_found(ref))
+            self._unload_found(ref)
         return is_merge  # those that an earlier process has made, or of other versions of their parts
 
-    async def _unload_found(self, ref: AdapterRef) -> None:
-        """One that is being found, once it is. Those who wait for it have begun by then, and are served."""
-        await self._finder.ended(ref)
-        await asyncio.sleep(BEGUN_S)
-        record = self._wishes.records.get(ref.adapter_id)
-        if not (record and record.is_loaded) and await self._unload(ref, is_again=True):
+    def _unload_found(self, ref: AdapterRef) -> None:
+        """One that is being found, once it is. Until it is gone nobody is to take it for what was wanted."""
+        leaving = [AdapterUse(key) for key in set(map(self._key, self._finder.searching())) if self._wishes.is_meant(key, ref)]
+        self._unloading += leaving
+        self._in_background(self._unload_once_found(ref, leaving))
+
+    async def _unload_once_found(self, ref: AdapterRef, leaving: list[AdapterUse]) -> None:
+        """Those who wait for it have begun by then, and are served."""
+        try:
+            await self._finder.ended(ref)
+            await asyncio.sleep(BEGUN_S)
+            if not ((record := self._wishes.records.get(ref.adapter_id)) and record.is_loaded):
+                await self._unload_wholly(ref, is_again=True)
+        finally:
+            self._unloading = [use for use in self._unloading if use not in leaving]
+
+    async def _unload_wholly(self, ref: AdapterRef, is_again: bool = False) -> None:
+        if await self._unload(ref, is_again):
             await self._finder.remove(ref)
 
     def _freed(self, use: AdapterUse) -> None:

@@ -117,7 +117,7 @@ class AdapterAdmin:
         began = last_seen = time.monotonic()
         while True:
             by_replica = await self._backend.adapter_statuses()
-            loads = [[status for status in statuses if _is_of(ref, status)] for statuses in by_replica.values()]
+            loads = [[status for status in statuses if _is_staying(ref, status)] for statuses in by_replica.values()]
             are_loaded = [_is_loaded(ref.adapter_id, load) for load in loads]  # each is looked at for a failure
             if all(are_loaded):
                 return
@@ -146,20 +146,20 @@ class AdapterAdmin:
         return [status for status in statuses if status.adapter_id in (*names, f"{status.source}://{adapter_id}")]
 
 
-def _is_of(ref: AdapterRef, status: AdapterStatus) -> bool:
-    """A record without a source, such as of a merge, may be of any."""
-    return (ref.adapter_id, ref.source or status.source, ref.revision) == (status.adapter_id, status.source, status.revision)
+def _is_staying(ref: AdapterRef, status: AdapterStatus) -> bool:
+    """Those that leave have their own fate. A record without a source, such as of a merge, may be of any."""
+    is_same = (ref.adapter_id, ref.source or status.source, ref.revision) == (status.adapter_id, status.source, status.revision)
+    return is_same and status.state != "unloading"
 
 
 def _is_loaded(adapter_id: str, versions: list[AdapterStatus]) -> bool:
-    """On one replica. Raises when its load has failed, also when an older version is still there; those that leave had their own fate."""
-    staying = [status for status in versions if status.state != "unloading"]
-    if any(status.state == "loading" for status in staying):
+    """On one replica. Raises when its load has failed, also when an older version is still there."""
+    if any(status.state == "loading" for status in versions):
         return False
-    for status in staying:
+    for status in versions:
         if status.error:
             raise AdapterFailed(status.error if adapter_id in status.error else f"adapter {adapter_id!r}: {status.error}")
-    return bool(staying)  # perhaps evicted again by now
+    return bool(versions)  # perhaps evicted again by now
 
 
 def _shape(statuses: list[AdapterStatus]) -> dict[str, Any]:

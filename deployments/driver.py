@@ -113,7 +113,7 @@ class Driver:
             tell(Ending(ABORTED))
             raise
         rest = msgspec.structs.replace(generation, deadline_s=seconds_left(generation.deadline_s, received))
-        with self._adapters.counted(generation.adapter, adapter) as (read, ended):
+        with self._adapters.counted(generation.adapter, adapter, generation.began_ms) as (read, ended):
             ending = await self._generate(rest, adapter, reply, tell, on_read=read)
             ended(ending.error, ending.reason)
 

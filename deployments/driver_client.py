@@ -17,7 +17,7 @@ import ray
 from ray.exceptions import RayError, RayTaskError
 from ray.serve.handle import DeploymentHandle, DeploymentResponse
 
-from loray.deployments.adapter_records import AdapterChange, Changed
+from loray.deployments.adapter_records import AdapterChange, Changed, now_ms
 from loray.deployments.adapter_registry import Registry
 from loray.deployments.adapter_status import AdapterStatus
 from loray.deployments.deadlines import seconds_left
@@ -54,14 +54,14 @@ class DriverClient:
 
     async def generate(self, request: GenerationRequest) -> AsyncGenerator[TokenEvent, None]:
         output_ids = list(request.output_ids)
-        started = time.monotonic()
+        started, began_ms = time.monotonic(), now_ms()
         is_accepted = False
         losses = changes = 0
         version = request.adapter_version
         while True:
             request_id = f"{request.request_id}.{losses}.{changes}.{len(output_ids)}"
             so_far = {"output_ids": list(output_ids), "adapter_version": version, "deadline_s": seconds_left(request.deadline_s, started)}
-            attempt = msgspec.structs.replace(request, request_id=request_id, **so_far)
+            attempt = msgspec.structs.replace(request, request_id=request_id, began_ms=began_ms, **so_far)
             try:
                 async with aclosing(self._attempt(attempt)) as events:
                     async for event in events:

@@ -74,6 +74,7 @@ class GenerationRequest(msgspec.Struct, frozen=True, kw_only=True):
     pooling: Pooling = ""
     stop_token_ids: list[int] = []  # tokens that end it, beside EOS
     wants_prompt_logprobs: bool = False
+    began_ms: int = 0  # since 1970, where its client asked, at however many replicas it has been since; 0 = now
     deadline_s: float = 0.0  # what is left of its time when it is sent; 0 = no limit
     grammar_field: str = ""  # what the caller calls the field that asks for sampling.grammar
     trace: TraceContext = TraceContext()  # the span that it belongs under

@@ -247,6 +247,18 @@ def test_a_load_whose_adapter_another_admin_changed_meanwhile_is_told_so(
     assert backend.loads == {"poet": []}, "while it was being loaded it was waited for"
 
 
+def test_a_load_that_another_admin_unloads_meanwhile_is_told_so(
+    service: Service, backend: ScriptedBackend, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Though what it was fetching is there until the fetching ends."""
+    monkeypatch.setattr(admin, "GONE_S", 0.0)
+    backend.statuses = {"replica": []}
+    backend.loads = {"poet": [status_of("poet", state, version="") for state in ("loading", "unloading", "unloading")]}
+    response = call(service, "POST", "", json={"adapter_id": "./poet"})
+    assert response.status_code == 424 and "changed again meanwhile" in response.json()["error"]
+    assert len(backend.loads["poet"]) == 1
+
+
 def test_a_load_that_fails_says_why_and_leaves_no_record(service: Service, backend: ScriptedBackend) -> None:
     backend.loads = {"bad": [status_of("bad", "loading"), status_of("bad", "failed", error="no adapter_config.json")]}
     response = call(service, "POST", "", json={"adapter_id": "bad"})

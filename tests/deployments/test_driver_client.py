@@ -14,7 +14,7 @@ from ray.exceptions import ActorDiedError, RayTaskError
 
 from loray.cluster.channel import Address
 from loray.deployments import driver_client
-from loray.deployments.adapter_records import AdapterChange
+from loray.deployments.adapter_records import AdapterChange, now_ms
 from loray.deployments.adapter_registry import AdapterRegistry, Patience
 from loray.deployments.driver_client import MAX_CHANGES, MAX_LOSSES, PAUSE_OF_STREAM_S, DriverClient
 from loray.deployments.errors import AdapterChanged, AdapterFailed, DeadlineExceeded, Incomplete, Unhealthy
@@ -118,6 +118,7 @@ def test_a_generation_goes_on_at_another_replica_after_the_tokens_it_had() -> No
     driver = Driver([[ACCEPTED, tokens(1), tokens(2, 3)], [ACCEPTED, tokens(4), tokens(7, finish_reason="length")]])
     assert [event.token_ids for event in collect(driver, request())] == [[], [1], [2, 3], [4], [7]]
     assert [sent.output_ids for sent in driver.requests] == [[], [1, 2, 3]]
+    assert len({sent.began_ms for sent in driver.requests}) == 1 and 0 <= now_ms() - driver.requests[0].began_ms < 60_000
 
 
 def test_what_goes_on_elsewhere_says_which_version_of_its_adapter_it_was_begun_with() -> None:

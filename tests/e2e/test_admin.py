@@ -198,6 +198,17 @@ def test_too_many_who_wait_for_one_adapter_are_asked_to_come_again_and_keep_nobo
         assert answer.status_code == 429 and int(answer.headers["Retry-After"]) > 0 and "a8" in answer.json()["error"]
 
 
+def test_what_is_unloaded_while_it_is_used_is_gone_with_its_last_request_though_all_drivers_are_lost(app: App) -> None:
+    parameters = {"adapter_id": "a8", "max_new_tokens": 900, "ignore_eos_token": True}
+    with ThreadPoolExecutor(4) as clients:
+        answers = [clients.submit(app.post, "/generate", {"inputs": "hello", "parameters": parameters}) for _ in range(4)]
+        wait_until(lambda: adapters(app).get("a8", {}).get("num_running", 0) == 4)
+        assert ask(app, "DELETE", "/a8").status_code == 200
+        kill_all("Driver")
+        assert [answer.result().status_code for answer in answers] == [200] * 4
+    wait_until(lambda: "a8" not in adapters(app))
+
+
 @pytest.mark.parametrize(
     "losses", [["registry", "Driver"], *(pytest.param([name], marks=pytest.mark.soak) for name in ("Driver", "Ingress"))]
 )
