@@ -70,7 +70,7 @@ class AdapterSet:
             return Changed(known or nothing, previous)
         ref = known.ref if known and change.action != "load" else change.ref
         if change.action == "unload":
-            ref = msgspec.structs.replace(ref, api_token="")
+            ref = _without_token(ref)
         number = self._next()
         is_same = known and known.ref == ref and change.action not in ("reload", "unload")
         looks_again = change.action not in ("pin", "unpin")
@@ -104,6 +104,11 @@ class AdapterSet:
         else:
             del self._records[adapter_id]
 
+    def is_overtaken(self, record: AdapterRecord) -> bool:
+        """Whether the adapter was unloaded since, or another source or revision is wanted by its id."""
+        newest = self._records.get(record.ref.adapter_id)
+        return newest is not None and not (newest.is_loaded and _without_token(newest.ref) == _without_token(record.ref))
+
     def merge(self, other: AdapterRecords) -> None:
         """Of each adapter the later record counts."""
         self.number = max(self.number, other.number)
@@ -132,3 +137,7 @@ def _is_pinned(change: AdapterChange, was_pinned: bool) -> bool:
     if change.action in ("pin", "unpin"):
         return change.action == "pin"
     return change.action != "unload" and (was_pinned or change.is_pinned)
+
+
+def _without_token(ref: AdapterRef) -> AdapterRef:
+    return msgspec.structs.replace(ref, api_token="")

@@ -14,7 +14,7 @@ from typing import Protocol
 
 import msgspec
 
-from loray.deployments.adapter_records import AdapterChange, AdapterRecords, AdapterSet, Changed, now_ms
+from loray.deployments.adapter_records import AdapterChange, AdapterRecord, AdapterRecords, AdapterSet, Changed, now_ms
 from loray.deployments.adapter_status import AdapterStatus
 from loray.deployments.errors import Unhealthy
 
@@ -155,6 +155,10 @@ class AdapterRegistry:
 
     async def undo(self, changed: bytes) -> None:
         self._undo(msgspec.msgpack.decode(changed, type=Changed))
+
+    async def is_overtaken(self, record: bytes) -> bytes:
+        """bool: AdapterSet.is_overtaken"""
+        return msgspec.msgpack.encode(self._set.is_overtaken(msgspec.msgpack.decode(record, type=AdapterRecord)))
 
     async def statuses(self) -> bytes:
         """dict[replica id, list[AdapterStatus]] of this moment; of a replica that is slow to answer, its last report."""

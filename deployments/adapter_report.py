@@ -34,11 +34,11 @@ class AdapterReport:
         searches: Counter[AdapterRef] = Counter()  # downloads, mostly, that requests have begun -> how many of these have a token
         for ref in self._finder.searching():
             searches[written(ref)] += ref.api_token != ""
-        found = {AdapterUse(ref) for ref in searches if ref not in known}
+        found = {AdapterUse(ref): num > 0 for ref, num in searches.items() if ref not in known}  # -> whether it may be private
         uses += found
         keys = {self._store.place_key(use.ref, use.path) for use in uses}
         uses += [AdapterUse(ref, adapter) for ref, adapter in await self._finder.left_on_disk(keys)]
-        disk = await self._finder.look(lambda: [self._on_disk(use, not use.version and searches[use.ref] > 0) for use in uses])
+        disk = await self._finder.look(lambda: [self._on_disk(use, found.get(use, False)) for use in uses])
         # Before the places: what is loaded by the time they come may be in none of them yet.
         states: dict[AdapterUse, AdapterState] = {use: "loading" for use in uses if use.is_loading or use in found}
         states.update(dict.fromkeys(unloading, "unloading"))

@@ -7,7 +7,7 @@ import asyncio
 import logging
 import time
 from collections.abc import Callable, Coroutine, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
@@ -15,6 +15,7 @@ from typing import Any, TypeVar
 import msgspec
 
 from loray.deployments.adapter_arrival import arrival, logged_load
+from loray.deployments.adapter_callers import AdapterCallers
 from loray.deployments.adapter_finder import AdapterFinder, Store
 from loray.deployments.adapter_records import AdapterRecord, AdapterRecords, now_ms
 from loray.deployments.adapter_report import AdapterReport
@@ -34,7 +35,6 @@ from loray.deployments.slow_work import told_when_slow
 
 logger = logging.getLogger("ray.serve.loray")
 T = TypeVar("T")
-Told = tuple[Callable[[], None], Callable[[str, str], None]]
 
 NUM_LOADS = 4  # that wait for their arrival at once: what is on its way may take more room than it will need
 RETRY_S = 15.0  # between two tries to load what is pinned
@@ -54,6 +54,7 @@ class AdapterService:
         self._unloading: list[AdapterUse] = []  # until their last request has ended
         self._wishes = AdapterWishes(self._key, store.place_key)
         self._uses = AdapterUses(lambda use: self._wishes.of(use) is not None)
+        self._callers = AdapterCallers(self._end_left_over)
         self._replaced = ReplacedAdapters()
         self._started = now_ms()
         self._preloaded: set[AdapterRef] = set()
@@ -81,6 +82,10 @@ class AdapterService:
                 self._in_background(self._load_and_log(record))
         return adapter
 
+    def asked(self, ref: AdapterRef, began_ms: int = 0) -> AbstractContextManager[None]:
+        """Around all of one request, from before its adapter is found. began_ms: as in GenerationRequest."""
+        return self._callers.counted(self._key(ref), began_ms)
+
     async def find_patiently(self, ref: AdapterRef, on_slow: Callable[[], None]) -> Adapter:
         """The same, and whoever waits is told in time: a download may take longer than an ingress waits for a replica."""
         with self._noted_failure(ref):
@@ -88,7 +93,7 @@ class AdapterService:
 
     async def chat_template(self, ref: AdapterRef) -> AdapterTemplate:
         """Raises a LorayError."""
-        with self._noted_failure(ref):
+        with self.asked(ref), self._noted_failure(ref):
             adapter = await self.find(ref)
         return await self.template_of(ref, adapter)
 
@@ -111,11 +116,10 @@ class AdapterService:
             raise
 
     @contextmanager
-    def counted(self, ref: AdapterRef, adapter: Adapter, began_ms: int = 0) -> Iterator[Told]:
+    def counted(self, ref: AdapterRef, adapter: Adapter) -> Iterator[tuple[Callable[[], None], Callable[[str, str], None]]]:
         """Around one request of an adapter that was found. What it yields is told when the adapter's files are needed no more, and how the
-        request ended: the error and its message. began_ms: as in GenerationRequest."""
+        request ended: the error and its message."""
         use, began = self._use(ref), time.monotonic()
-        use.last_began = max(use.last_began, began_ms or now_ms())
         use.adapter = use.adapter or adapter  # what was unloaded since it was found is in use again
         use.num_running += 1
 
@@ -134,8 +138,6 @@ class AdapterService:
         finally:
             use.num_running -= 1
             use.last_used = time.time()
-            if self._wishes.is_left_over(use) and self._uses.get(use.ref) is use:
-                self._in_background(self._unload_wholly(use.ref))
 
     async def load(self, ref: AdapterRef, record: AdapterRecord | None = None, is_renewed: bool = False) -> None:
         """Returns when it is in the host memory of every rank, or when the record is not the newest any more. Raises a LorayError.
@@ -259,13 +261,14 @@ class AdapterService:
         """Whether what is on disk alone is still to be removed. Of a merge: all that go by this name.
 
         is_again: those that are being found now came after the admin's wish."""
-        keys = [key for key in self._uses if self._wishes.is_meant(key, ref)]
+        meant = self._key(ref)
+        keys = [key for key in self._uses if key == meant or (key.merge and key.adapter_id == ref.adapter_id)]
         self._unpin(keys)
         uses = [self._uses.pop(key) for key in keys]
         if not any(use.adapter for use in uses) and not self._wishes.is_place_wanted(ref):
             if not self._finder.is_searching(ref):
                 return True
-            self._unload_found(ref)
+            self._in_background(self._unload_found(ref))
             return False
         loop, wanted = asyncio.get_running_loop(), self._wishes.versions(self._uses)
         for use in uses:
@@ -275,24 +278,22 @@ class AdapterService:
                 await self._ask(partial(AdapterTiers.unload, version=use.adapter.version, on_freed=freed))
         is_merge = any(use.ref.merge for use in uses)
         if is_merge and self._finder.is_searching(ref) and not is_again:
-            self._unload_found(ref)
+            self._in_background(self._unload_found(ref))
         return is_merge  # those that an earlier process has made, or of other versions of their parts
 
-    def _unload_found(self, ref: AdapterRef) -> None:
-        """One that is being found, once it is. Until it is gone nobody is to take it for what was wanted."""
-        leaving = [AdapterUse(key) for key in set(map(self._key, self._finder.searching())) if self._wishes.is_meant(key, ref)]
-        self._unloading += leaving
-        self._in_background(self._unload_once_found(ref, leaving))
+    async def _unload_found(self, ref: AdapterRef) -> None:
+        """One that is being found, once it is. Those who wait for it have begun by then, and are served."""
+        await self._finder.ended(ref)
+        await asyncio.sleep(BEGUN_S)
+        record = self._wishes.records.get(ref.adapter_id)
+        if not (record and record.is_loaded):
+            await self._unload_wholly(ref, is_again=True)
 
-    async def _unload_once_found(self, ref: AdapterRef, leaving: list[AdapterUse]) -> None:
-        """Those who wait for it have begun by then, and are served."""
-        try:
-            await self._finder.ended(ref)
-            await asyncio.sleep(BEGUN_S)
-            if not ((record := self._wishes.records.get(ref.adapter_id)) and record.is_loaded):
-                await self._unload_wholly(ref, is_again=True)
-        finally:
-            self._unloading = [use for use in self._unloading if use not in leaving]
+    def _end_left_over(self, key: AdapterRef, last_began: int) -> None:
+        """Of an unload that no replica has lived to end, once the last who asked for it before is served or gone."""
+        record = self._wishes.left_over(key, last_began)
+        if record and not any(use.ref == key for use in self._unloading):
+            self._in_background(self._unload_wholly(record.ref))
 
     async def _unload_wholly(self, ref: AdapterRef, is_again: bool = False) -> None:
         if await self._unload(ref, is_again):

@@ -23,7 +23,6 @@ class AdapterUse:
     adapter: Adapter | None = None  # its newest version
     found: int = 0  # number of the search that found it
     num_running: int = 0
-    last_began: int = 0  # of its requests, in milliseconds since 1970, as admins' wishes are numbered
     num_served: int = 0
     num_failed: int = 0
     last_used: float = 0.0  # seconds since 1970

@@ -28,14 +28,11 @@ class AdapterWishes:
         is_same = newest and self._written(newest.ref) == self._written(record.ref) and newest.is_pinned == record.is_pinned
         return bool(newest and is_same and newest.is_loaded)
 
-    def is_meant(self, key: AdapterRef, ref: AdapterRef) -> bool:
-        """By an unload of `ref`. Of a merge: all that go by its name."""
-        return key == self._written(ref) or (key.merge is not None and key.adapter_id == ref.adapter_id)
-
-    def is_left_over(self, use: AdapterUse) -> bool:
-        """Unloaded, and all its requests, which have ended here, had begun before: they came from a replica that was lost."""
-        record = self.of(use)
-        return record is not None and not record.is_loaded and use.last_began < record.number and not use.num_running
+    def left_over(self, key: AdapterRef, last_began: int) -> AdapterRecord | None:
+        """The unload that an admin wanted last of it, if all who have asked for it had begun before. Of a merge: by its name."""
+        record = self.records.get(key.adapter_id)
+        is_meant = record and (key.merge is not None or self._written(record.ref) == key)
+        return record if record and is_meant and not record.is_loaded and last_began < record.number else None
 
     def versions(self, uses: Mapping[AdapterRef, AdapterUse], leaving: Collection[AdapterRef] = ()) -> dict[str, bool]:
         """Those that are to be loaded by other ids than the leaving ones -> whether they are to be pinned."""

@@ -9,7 +9,7 @@ import msgspec
 from fastapi import APIRouter
 from pydantic import Field, field_validator
 
-from loray.deployments.adapter_records import AdapterChange, Changed
+from loray.deployments.adapter_records import AdapterChange, AdapterRecord, Changed
 from loray.deployments.adapter_sources import named
 from loray.deployments.adapter_status import AdapterState, AdapterStatus, AdminAction
 from loray.deployments.error_docs import ADMIN_CHANGE, ADMIN_ENTRY, ADMIN_LIST, ADMIN_LOAD
@@ -99,7 +99,7 @@ class AdapterAdmin:
         changing = asyncio.ensure_future(self._backend.change_adapter(change))
         try:
             changed = await asyncio.shield(changing)
-            await self._wait_until_loaded(changed.record.ref)
+            await self._wait_until_loaded(changed.record)
             return _shape(await self._versions(change.ref.adapter_id))
         except BaseException:  # also that the client has left
             undoing = asyncio.create_task(self._undo(changing))
@@ -112,19 +112,23 @@ class AdapterAdmin:
         with contextlib.suppress(LorayError):  # why the load failed says more
             await self._backend.undo_adapter_change(await changing)
 
-    async def _wait_until_loaded(self, ref: AdapterRef) -> None:
-        """ref: as the change has settled it; others by its name, of other sources and revisions, have their own fate."""
+    async def _wait_until_loaded(self, record: AdapterRecord) -> None:
+        """Others by its name, of other sources and revisions, have their own fate."""
+        ref = record.ref
+        overtaken = AdapterFailed(f"adapter {ref.adapter_id!r} is not being loaded any more: it was changed again meanwhile")
         began = last_seen = time.monotonic()
         while True:
             by_replica = await self._backend.adapter_statuses()
-            loads = [[status for status in statuses if _is_staying(ref, status)] for statuses in by_replica.values()]
+            loads = [[status for status in statuses if _is_of(ref, status)] for statuses in by_replica.values()]
             are_loaded = [_is_loaded(ref.adapter_id, load) for load in loads]  # each is looked at for a failure
+            if await self._backend.is_overtaken(record):  # what is there now may be there for requests
+                raise overtaken
             if all(are_loaded):
                 return
             now = time.monotonic()
             last_seen = now if all(loads) else last_seen
             if now - last_seen > GONE_S:
-                raise AdapterFailed(f"adapter {ref.adapter_id!r} is not being loaded any more: it was changed again meanwhile")
+                raise overtaken
             if now > began + LOAD_S:
                 raise Unhealthy(f"adapter {ref.adapter_id!r} is still being loaded after {LOAD_S:.0f} s")
             await asyncio.sleep(min(GONE_S / 4, max(LOOK_S, LOOK_SHARE * (now - began))))
@@ -146,20 +150,20 @@ class AdapterAdmin:
         return [status for status in statuses if status.adapter_id in (*names, f"{status.source}://{adapter_id}")]
 
 
-def _is_staying(ref: AdapterRef, status: AdapterStatus) -> bool:
-    """Those that leave have their own fate. A record without a source, such as of a merge, may be of any."""
-    is_same = (ref.adapter_id, ref.source or status.source, ref.revision) == (status.adapter_id, status.source, status.revision)
-    return is_same and status.state != "unloading"
+def _is_of(ref: AdapterRef, status: AdapterStatus) -> bool:
+    """A record without a source, such as of a merge, may be of any."""
+    return (ref.adapter_id, ref.source or status.source, ref.revision) == (status.adapter_id, status.source, status.revision)
 
 
 def _is_loaded(adapter_id: str, versions: list[AdapterStatus]) -> bool:
-    """On one replica. Raises when its load has failed, also when an older version is still there."""
-    if any(status.state == "loading" for status in versions):
+    """On one replica. Raises when its load has failed, also when an older version is still there; those that leave had their own fate."""
+    staying = [status for status in versions if status.state != "unloading"]
+    if any(status.state == "loading" for status in staying):
         return False
-    for status in versions:
+    for status in staying:
         if status.error:
             raise AdapterFailed(status.error if adapter_id in status.error else f"adapter {adapter_id!r}: {status.error}")
-    return bool(versions)  # perhaps evicted again by now
+    return bool(staying)  # perhaps evicted again by now
 
 
 def _shape(statuses: list[AdapterStatus]) -> dict[str, Any]:

@@ -3,7 +3,7 @@
 from collections.abc import AsyncGenerator
 from typing import Protocol
 
-from loray.deployments.adapter_records import AdapterChange, Changed
+from loray.deployments.adapter_records import AdapterChange, AdapterRecord, Changed
 from loray.deployments.adapter_status import AdapterStatus
 from loray.deployments.request import AdapterRef, AdapterTemplate, GenerationRequest, TokenEvent
 
@@ -30,6 +30,10 @@ class Backend(Protocol):
 
     async def change_adapter(self, change: AdapterChange) -> Changed:
         """Returns when every replica has taken it; loads have begun, not ended. Raises Unhealthy."""
+        ...
+
+    async def is_overtaken(self, record: AdapterRecord) -> bool:
+        """Whether an admin wants something else of its adapter since."""
         ...
 
     async def undo_adapter_change(self, changed: Changed) -> None:

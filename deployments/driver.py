@@ -99,12 +99,18 @@ class Driver:
         if generation.adapter is None:
             await self._generate(generation, None, reply, tell)
             return
+        with self._adapters.asked(generation.adapter, generation.began_ms):
+            await self._submit_with(generation.adapter, generation, received, reply, tell)
+
+    async def _submit_with(
+        self, ref: AdapterRef, generation: GenerationRequest, received: float, reply: Address, tell: Callable[[Ending], None]
+    ) -> None:
         try:
             acknowledge = partial(self._engine.acknowledge, generation.request_id, reply)
             async with in_time(generation.deadline_s, "its adapter was still being fetched"):
-                adapter = await self._adapters.find_patiently(generation.adapter, acknowledge)
+                adapter = await self._adapters.find_patiently(ref, acknowledge)
                 if generation.template and generation.template.version != adapter.template_version:
-                    check_template(generation, await self._adapters.template_of(generation.adapter, adapter))
+                    check_template(generation, await self._adapters.template_of(ref, adapter))
             check_version(generation, adapter)
         except LorayError as error:
             self._engine.refuse(generation.request_id, error, reply)
@@ -113,7 +119,7 @@ class Driver:
             tell(Ending(ABORTED))
             raise
         rest = msgspec.structs.replace(generation, deadline_s=seconds_left(generation.deadline_s, received))
-        with self._adapters.counted(generation.adapter, adapter, generation.began_ms) as (read, ended):
+        with self._adapters.counted(ref, adapter) as (read, ended):
             ending = await self._generate(rest, adapter, reply, tell, on_read=read)
             ended(ending.error, ending.reason)
 

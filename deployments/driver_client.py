@@ -17,7 +17,7 @@ import ray
 from ray.exceptions import RayError, RayTaskError
 from ray.serve.handle import DeploymentHandle, DeploymentResponse
 
-from loray.deployments.adapter_records import AdapterChange, Changed, now_ms
+from loray.deployments.adapter_records import AdapterChange, AdapterRecord, Changed, now_ms
 from loray.deployments.adapter_registry import Registry
 from loray.deployments.adapter_status import AdapterStatus
 from loray.deployments.deadlines import seconds_left
@@ -120,6 +120,9 @@ class DriverClient:
 
     async def change_adapter(self, change: AdapterChange) -> Changed:
         return msgspec.msgpack.decode(await self._ask_registry("change", change), type=Changed)
+
+    async def is_overtaken(self, record: AdapterRecord) -> bool:
+        return msgspec.msgpack.decode(await self._ask_registry("is_overtaken", record), type=bool)
 
     async def undo_adapter_change(self, changed: Changed) -> None:
         await self._ask_registry("undo", changed)

@@ -8,7 +8,7 @@ from typing import Any, TypeVar
 import httpx
 from fastapi import FastAPI
 
-from loray.deployments.adapter_records import AdapterChange, AdapterSet, Changed
+from loray.deployments.adapter_records import AdapterChange, AdapterRecord, AdapterSet, Changed
 from loray.deployments.adapter_status import AdapterStatus
 from loray.deployments.config import ServerArgs
 from loray.deployments.http_app import make_app
@@ -118,6 +118,9 @@ class ScriptedBackend:
         if change.action == "unload":
             self.statuses["replica"] = [status for status in self.statuses["replica"] if status.adapter_id != change.ref.adapter_id]
         return self.records.change(change)
+
+    async def is_overtaken(self, record: AdapterRecord) -> bool:
+        return self.records.is_overtaken(record)
 
     async def undo_adapter_change(self, changed: Changed) -> None:
         self.records.undo(changed)

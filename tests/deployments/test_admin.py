@@ -11,6 +11,7 @@ from loray.deployments.adapter_status import AdapterStatus
 from loray.deployments.admin import AdapterAdmin
 from loray.deployments.errors import InvalidRequest, Unhealthy
 from loray.deployments.middleware import routed_path
+from loray.deployments.request import AdapterRef
 from loray.deployments.service import Service
 from tests.deployments.scripted_backend import ScriptedBackend, run, saying, send, service_of, status_of
 
@@ -247,16 +248,23 @@ def test_a_load_whose_adapter_another_admin_changed_meanwhile_is_told_so(
     assert backend.loads == {"poet": []}, "while it was being loaded it was waited for"
 
 
+@pytest.mark.parametrize("state", ["loading", "known", "gpu"])
 def test_a_load_that_another_admin_unloads_meanwhile_is_told_so(
-    service: Service, backend: ScriptedBackend, monkeypatch: pytest.MonkeyPatch
+    service: Service, backend: ScriptedBackend, monkeypatch: pytest.MonkeyPatch, state: str
 ) -> None:
-    """Though what it was fetching is there until the fetching ends."""
-    monkeypatch.setattr(admin, "GONE_S", 0.0)
-    backend.statuses = {"replica": []}
-    backend.loads = {"poet": [status_of("poet", state, version="") for state in ("loading", "unloading", "unloading")]}
-    response = call(service, "POST", "", json={"adapter_id": "./poet"})
+    """Whatever is there then, perhaps for requests."""
+    look = backend.adapter_statuses
+
+    async def unloaded_meanwhile() -> dict[str, list[AdapterStatus]]:
+        if backend.changes:
+            backend.records.change(AdapterChange(action="unload", ref=AdapterRef(adapter_id="poet", source="local")))
+        return await look()
+
+    monkeypatch.setattr(backend, "adapter_statuses", unloaded_meanwhile)
+    backend.loads = {"poet": [status_of("poet", state)]}
+    response = call(service, "POST", "", json={"adapter_id": "./poet", "pin": True})
     assert response.status_code == 424 and "changed again meanwhile" in response.json()["error"]
-    assert len(backend.loads["poet"]) == 1
+    assert not any(record.is_loaded for record in records(backend))
 
 
 def test_a_load_that_fails_says_why_and_leaves_no_record(service: Service, backend: ScriptedBackend) -> None:

@@ -7,9 +7,11 @@ from contextlib import closing
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 
 from loray.deployments import disk_cache
+from loray.deployments.adapter_records import AdapterChange, AdapterSet, now_ms
 from loray.deployments.adapter_service import AdapterService
 from loray.deployments.adapter_status import AdapterStatus
 from loray.deployments.adapter_store import AdapterStore
@@ -199,6 +201,24 @@ def test_a_merge_that_only_an_earlier_replica_used_is_unloaded_too(root: Path, e
     async def work() -> None:
         await ReplicaAdmin(service).change("unload", OTHER)
         while path.exists():
+            await asyncio.sleep(0.01)
+
+    asyncio.run(asyncio.wait_for(work(), 30))
+
+
+def test_a_merge_that_a_lost_replica_was_to_unload_is_gone_once_its_request_has_ended_elsewhere(root: Path, engine: Engine) -> None:
+    ref, records, began_ms = merge_ref(OTHER, "small", weights=(0.5,)), AdapterSet(), now_ms()
+    service = AdapterService(new_store(root), engine, max_waiting=2, page_bytes=PAGE_BYTES)
+
+    async def work() -> None:
+        await asyncio.sleep(0.01)
+        records.change(AdapterChange(action="unload", ref=AdapterRef(adapter_id=OTHER)))
+        await service.apply(msgspec.msgpack.encode(records.snapshot()))
+        with service.asked(ref, began_ms):
+            adapter = await service.find(ref)
+            with service.counted(ref, adapter):
+                assert Path(adapter.path).exists()
+        while Path(adapter.path).exists() or [status for status in await service.statuses() if status.is_merge]:
             await asyncio.sleep(0.01)
 
     asyncio.run(asyncio.wait_for(work(), 30))
