@@ -260,6 +260,7 @@ def test_a_load_that_another_admin_unloads_meanwhile_is_told_so(
             backend.records.change(AdapterChange(action="unload", ref=AdapterRef(adapter_id="poet", source="local")))
         return await look()
 
+    backend.statuses = {"replica": []}
     monkeypatch.setattr(backend, "adapter_statuses", unloaded_meanwhile)
     backend.loads = {"poet": [status_of("poet", state)]}
     response = call(service, "POST", "", json={"adapter_id": "./poet", "pin": True})
