@@ -1,11 +1,17 @@
-"""Who asks for an adapter right now, from the moment that a request comes until it is over. Belongs to the driver's event loop."""
+"""Who asks for an adapter right now, from the moment that a request comes until it is over. Finds out what an unload has left to end.
 
+Belongs to the driver's event loop.
+"""
+
+import asyncio
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 
-from loray.deployments.adapter_records import now_ms
+from loray.deployments.adapter_records import AdapterRecord, now_ms
 from loray.deployments.request import AdapterRef
+
+NEXT_S = 0.2  # after a chat's template its request comes
 
 
 @dataclass(slots=True)
@@ -17,10 +23,14 @@ class _Callers:
 class AdapterCallers:
     """By reference, without anybody's token and written in one way."""
 
-    def __init__(self, on_last: Callable[[AdapterRef, int], None]) -> None:
-        """on_last is told when nobody is left, and when the latest of those who were there together had begun."""
+    def __init__(
+        self, unload_after: Callable[[AdapterRef, int], AdapterRecord | None], end: Callable[[AdapterRef, AdapterRef], None]
+    ) -> None:
+        """unload_after: the unload that counts, if it came after a moment. end: told of a reference, and of that of the unload, when nobody
+        is left of those who had asked before it: they may have come from a replica that was lost."""
         self._callers: dict[AdapterRef, _Callers] = {}
-        self._on_last = on_last
+        self._unload_after = unload_after
+        self._end = end
 
     @contextmanager
     def counted(self, key: AdapterRef, began_ms: int) -> Iterator[None]:
@@ -34,4 +44,10 @@ class AdapterCallers:
             callers.num -= 1
             if not callers.num:
                 del self._callers[key]
-                self._on_last(key, callers.last_began)
+                if self._unload_after(key, callers.last_began):
+                    asyncio.get_running_loop().call_later(NEXT_S, self._look_again, key, callers.last_began)
+
+    def _look_again(self, key: AdapterRef, last_began: int) -> None:
+        unload = self._unload_after(key, last_began)
+        if unload and key not in self._callers:
+            self._end(key, unload.ref)

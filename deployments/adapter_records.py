@@ -70,7 +70,7 @@ class AdapterSet:
             return Changed(known or nothing, previous)
         ref = known.ref if known and change.action != "load" else change.ref
         if change.action == "unload":
-            ref = _without_token(ref)
+            ref = msgspec.structs.replace(ref, api_token="")
         number = self._next()
         is_same = known and known.ref == ref and change.action not in ("reload", "unload")
         looks_again = change.action not in ("pin", "unpin")
@@ -105,9 +105,9 @@ class AdapterSet:
             del self._records[adapter_id]
 
     def is_overtaken(self, record: AdapterRecord) -> bool:
-        """Whether the adapter was unloaded since, or another source or revision is wanted by its id."""
+        """Whether the adapter was unloaded since."""
         newest = self._records.get(record.ref.adapter_id)
-        return newest is not None and not (newest.is_loaded and _without_token(newest.ref) == _without_token(record.ref))
+        return newest is not None and not newest.is_loaded
 
     def merge(self, other: AdapterRecords) -> None:
         """Of each adapter the later record counts."""
@@ -137,7 +137,3 @@ def _is_pinned(change: AdapterChange, was_pinned: bool) -> bool:
     if change.action in ("pin", "unpin"):
         return change.action == "pin"
     return change.action != "unload" and (was_pinned or change.is_pinned)
-
-
-def _without_token(ref: AdapterRef) -> AdapterRef:
-    return msgspec.structs.replace(ref, api_token="")

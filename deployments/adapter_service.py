@@ -54,7 +54,7 @@ class AdapterService:
         self._unloading: list[AdapterUse] = []  # until their last request has ended
         self._wishes = AdapterWishes(self._key, store.place_key)
         self._uses = AdapterUses(lambda use: self._wishes.of(use) is not None)
-        self._callers = AdapterCallers(self._end_left_over)
+        self._callers = AdapterCallers(self._wishes.left_over, self._end_left_over)
         self._replaced = ReplacedAdapters()
         self._started = now_ms()
         self._preloaded: set[AdapterRef] = set()
@@ -289,11 +289,10 @@ class AdapterService:
         if not (record and record.is_loaded):
             await self._unload_wholly(ref, is_again=True)
 
-    def _end_left_over(self, key: AdapterRef, last_began: int) -> None:
-        """Of an unload that no replica has lived to end, once the last who asked for it before is served or gone."""
-        record = self._wishes.left_over(key, last_began)
-        if record and not any(use.ref == key for use in self._unloading):
-            self._in_background(self._unload_wholly(record.ref))
+    def _end_left_over(self, key: AdapterRef, ref: AdapterRef) -> None:
+        """Of an unload by `ref` that no replica has lived to end."""
+        if key in self._uses or not any(use.ref == key for use in self._unloading):  # else it is being ended
+            self._in_background(self._unload_wholly(ref))
 
     async def _unload_wholly(self, ref: AdapterRef, is_again: bool = False) -> None:
         if await self._unload(ref, is_again):

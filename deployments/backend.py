@@ -33,7 +33,7 @@ class Backend(Protocol):
         ...
 
     async def is_overtaken(self, record: AdapterRecord) -> bool:
-        """Whether an admin wants something else of its adapter since."""
+        """Whether an admin has unloaded its adapter since."""
         ...
 
     async def undo_adapter_change(self, changed: Changed) -> None:

@@ -10,7 +10,7 @@ from typing import Any
 import msgspec
 import pytest
 
-from loray.deployments import adapter_finder, adapter_service, adapter_store
+from loray.deployments import adapter_callers, adapter_finder, adapter_service, adapter_store
 from loray.deployments.adapter_records import AdapterChange, AdapterSet, now_ms
 from loray.deployments.adapter_registry import merge_replicas
 from loray.deployments.adapter_service import AdapterService
@@ -334,6 +334,7 @@ def test_what_a_lost_replica_was_to_unload_is_gone_once_its_requests_have_ended_
                 asking = asyncio.create_task(service.find(world.ref))
                 while not service._finder.searching():
                     await asyncio.sleep(0.01)
+                await asyncio.sleep(0.1)  # else nobody has begun to look for it
                 asking.cancel()
             else:
                 await service.load(world.ref)
@@ -343,9 +344,36 @@ def test_what_a_lost_replica_was_to_unload_is_gone_once_its_requests_have_ended_
                 (status,) = await service.statuses()
                 assert status.state == "host" and len(world.files()) == 1
         store.source.set()
+        await asyncio.sleep(adapter_callers.NEXT_S + 0.1)
         await settled(service)
         assert [status.state for status in await service.statuses()] == ["host"] * (end == "asked for since")
         assert len(world.files()) == (end == "asked for since")
+
+    run(work())
+
+
+@pytest.mark.parametrize("is_freed_first", [True, False])
+def test_what_was_unloaded_here_and_comes_back_with_a_request_of_a_lost_replica_goes_again(world: World, is_freed_first: bool) -> None:
+    async def work() -> None:
+        service, _ = world.replica()
+        with service.asked(world.ref):
+            adapter = await service.find(world.ref)
+            running = await service._ask(lambda tiers: tiers.table.acquire(adapter))
+            await asyncio.sleep(0.01)
+            began_ms = now_ms()
+            await asyncio.sleep(0.01)
+            await ReplicaAdmin(service).change("unload", world.ref)
+        with service.asked(world.ref, began_ms):
+            again = await service.find(world.ref)
+            with service.counted(world.ref, again):
+                if is_freed_first:
+                    await service._ask(lambda tiers: (tiers.table.release(running), tiers.free_unused(running)))
+                    await asyncio.sleep(0.1)
+        if not is_freed_first:
+            await service._ask(lambda tiers: (tiers.table.release(running), tiers.free_unused(running)))
+        await asyncio.sleep(adapter_callers.NEXT_S + 0.1)
+        await settled(service)
+        assert await service.statuses() == [] and not world.files()
 
     run(work())
 
