@@ -21,21 +21,21 @@ class _Callers:
 
 
 class AdapterCallers:
-    """By reference, without anybody's token and written in one way."""
+    """By reference, without anybody's token and written in one way; merges by their name, as they are unloaded."""
 
     def __init__(
         self, unload_after: Callable[[AdapterRef, int], AdapterRecord | None], end: Callable[[AdapterRef, AdapterRef], None]
     ) -> None:
         """unload_after: the unload that counts, if it came after a moment. end: told of a reference, and of that of the unload, when nobody
         is left of those who had asked before it: they may have come from a replica that was lost."""
-        self._callers: dict[AdapterRef, _Callers] = {}
+        self._callers: dict[AdapterRef | str, _Callers] = {}
         self._unload_after = unload_after
         self._end = end
 
     @contextmanager
     def counted(self, key: AdapterRef, began_ms: int) -> Iterator[None]:
         """began_ms: 0 = now."""
-        callers = self._callers.setdefault(key, _Callers())
+        callers = self._callers.setdefault(_unit(key), _Callers())
         callers.num += 1
         callers.last_began = max(callers.last_began, began_ms or now_ms())
         try:
@@ -43,11 +43,16 @@ class AdapterCallers:
         finally:
             callers.num -= 1
             if not callers.num:
-                del self._callers[key]
+                del self._callers[_unit(key)]
                 if self._unload_after(key, callers.last_began):
                     asyncio.get_running_loop().call_later(NEXT_S, self._look_again, key, callers.last_began)
 
     def _look_again(self, key: AdapterRef, last_began: int) -> None:
         unload = self._unload_after(key, last_began)
-        if unload and key not in self._callers:
+        if unload and _unit(key) not in self._callers:
             self._end(key, unload.ref)
+
+
+def _unit(key: AdapterRef) -> AdapterRef | str:
+    """What one unload is of."""
+    return key.adapter_id if key.merge else key

@@ -10,7 +10,7 @@ from typing import Any
 import msgspec
 import pytest
 
-from loray.deployments import disk_cache
+from loray.deployments import adapter_callers, disk_cache
 from loray.deployments.adapter_records import AdapterChange, AdapterSet, now_ms
 from loray.deployments.adapter_service import AdapterService
 from loray.deployments.adapter_status import AdapterStatus
@@ -23,7 +23,7 @@ from tests.deployments.file_server import FileServer
 from tests.deployments.merging_here import merge_ref, merging
 from tests.deployments.peft_folder import SHAPES, save_folder
 from tests.deployments.rank_in_process import PAGE_BYTES, RankInProcess, start_engine
-from tests.deployments.replica_admin import ReplicaAdmin
+from tests.deployments.replica_admin import ReplicaAdmin, settled
 
 NAME, OTHER = "merge of small, large", "merge of small"
 
@@ -220,5 +220,32 @@ def test_a_merge_that_a_lost_replica_was_to_unload_is_gone_once_its_request_has_
                 assert Path(adapter.path).exists()
         while Path(adapter.path).exists() or [status for status in await service.statuses() if status.is_merge]:
             await asyncio.sleep(0.01)
+
+    asyncio.run(asyncio.wait_for(work(), 30))
+
+
+def test_a_merge_that_is_asked_for_since_an_unload_stays_when_one_by_its_name_that_was_asked_for_before_ends(
+    root: Path, engine: Engine
+) -> None:
+    before, since = (merge_ref(OTHER, "small", weights=(weight,)) for weight in (0.5, 0.7))
+    service = AdapterService(new_store(root), engine, max_waiting=2, page_bytes=PAGE_BYTES)
+
+    async def work() -> None:
+        with service.asked(before):
+            old = await service.find(before)
+            with service.counted(before, old):
+                await asyncio.sleep(0.01)
+                await ReplicaAdmin(service).change("unload", OTHER)
+                await asyncio.sleep(0.01)
+                with service.asked(since):
+                    new = await service.find(since)
+                    with service.counted(since, new):
+                        pass
+        await asyncio.sleep(adapter_callers.NEXT_S + 0.1)
+        while Path(old.path).exists():
+            await asyncio.sleep(0.01)
+        await settled(service)
+        (status,) = [status for status in await service.statuses() if status.is_merge]
+        assert status.version == new.version and Path(new.path).exists()
 
     asyncio.run(asyncio.wait_for(work(), 30))
