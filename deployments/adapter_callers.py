@@ -43,13 +43,16 @@ class AdapterCallers:
         finally:
             callers.num -= 1
             if not callers.num:
-                del self._callers[_unit(key)]
                 if self._unload_after(key, callers.last_began):
-                    asyncio.get_running_loop().call_later(NEXT_S, self._look_again, key, callers.last_began)
+                    asyncio.get_running_loop().call_later(NEXT_S, self._look_again, key, callers)
+                else:
+                    del self._callers[_unit(key)]
 
-    def _look_again(self, key: AdapterRef, last_began: int) -> None:
-        unload = self._unload_after(key, last_began)
-        if unload and _unit(key) not in self._callers:
+    def _look_again(self, key: AdapterRef, callers: _Callers) -> None:
+        if callers.num or self._callers.get(_unit(key)) is not callers:
+            return
+        del self._callers[_unit(key)]
+        if unload := self._unload_after(key, callers.last_began):
             self._end(key, unload.ref)
 
 

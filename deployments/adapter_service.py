@@ -290,8 +290,8 @@ class AdapterService:
             await self._unload_wholly(ref, is_again=True)
 
     def _end_left_over(self, key: AdapterRef, ref: AdapterRef) -> None:
-        """Of an unload by `ref` that no replica has lived to end."""
-        if key in self._uses or not any(use.ref == key for use in self._unloading):  # else it is being ended
+        """Of an unload by `ref` that no replica has lived to end. A merge's is of all by its name."""
+        if key.merge or key in self._uses or not any(use.ref == key for use in self._unloading):  # else it is being ended
             self._in_background(self._unload_wholly(ref))
 
     async def _unload_wholly(self, ref: AdapterRef, is_again: bool = False) -> None:

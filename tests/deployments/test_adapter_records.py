@@ -55,3 +55,11 @@ def test_unpinning_what_is_not_pinned_changes_no_record(action: str) -> None:
     before = records.snapshot()
     changed = records.change(change("unpin"))
     assert records.snapshot() == before and changed.record.number <= records.number and not changed.record.is_pinned
+
+
+def test_a_load_is_overtaken_by_an_unload_and_by_nothing_else() -> None:
+    records = AdapterSet()
+    load = records.change(change("load")).record
+    for action, is_overtaken in (("load", False), ("pin", False), ("reload", False), ("unload", True), ("load", False)):
+        records.change(change(action))
+        assert records.is_overtaken(load) is is_overtaken, action

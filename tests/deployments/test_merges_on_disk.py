@@ -249,3 +249,26 @@ def test_a_merge_that_is_asked_for_since_an_unload_stays_when_one_by_its_name_th
         assert status.version == new.version and Path(new.path).exists()
 
     asyncio.run(asyncio.wait_for(work(), 30))
+
+
+def test_all_merges_by_a_name_go_with_its_last_request_though_one_of_them_is_leaving_still(root: Path, engine: Engine) -> None:
+    here, elsewhere = (merge_ref(OTHER, "small", weights=(weight,)) for weight in (0.5, 0.7))
+    service, began_ms = AdapterService(new_store(root), engine, max_waiting=2, page_bytes=PAGE_BYTES), now_ms()
+
+    async def work() -> None:
+        with service.asked(here, began_ms):
+            leaving = await service.find(here)
+            running = await service._ask(lambda tiers: tiers.table.acquire(leaving))
+            with service.counted(here, leaving):
+                await asyncio.sleep(0.01)
+                await ReplicaAdmin(service).change("unload", OTHER)
+                with service.asked(elsewhere, began_ms):  # on a replica that was lost
+                    taken_over = await service.find(elsewhere)
+                    with service.counted(elsewhere, taken_over):
+                        pass
+        await asyncio.sleep(adapter_callers.NEXT_S + 0.1)
+        await service._ask(lambda tiers: (tiers.table.release(running), tiers.free_unused(running)))
+        while Path(taken_over.path).exists() or [status for status in await service.statuses() if status.is_merge]:
+            await asyncio.sleep(0.01)
+
+    asyncio.run(asyncio.wait_for(work(), 30))
