@@ -48,7 +48,7 @@ def new_store(root: Path, merges: list[Path] | None = None) -> AdapterStore:
 
 
 def make(store: AdapterStore, ref: AdapterRef, is_private: bool = False) -> Path:
-    """Where it is."""
+    """Where it is. is_private: the first of its parts."""
     assert ref.merge is not None
     parts = [store.find(AdapterRef(adapter_id=part)) for part in ref.merge.adapter_ids]
     parts[0].is_private = is_private
@@ -62,10 +62,10 @@ def test_what_an_earlier_process_has_merged_is_listed_by_its_name_and_removed_by
         merge_ref(OTHER, "small", weights=(0.5,)),
     )
     earlier = new_store(root)
-    paths = {ref: make(earlier, ref, is_private=ref is other) for ref in (halves, wholes, other)}
+    paths = {ref: make(earlier, ref, is_private=ref is halves) for ref in (halves, wholes, other)}
     store = new_store(root)
     left = {ref: (Path(adapter.path), adapter.is_private) for ref, adapter in store.left_on_disk(set())}
-    assert left == {ref: (path, ref is other) for ref, path in paths.items()}
+    assert left == {ref: (path, ref is halves) for ref, path in paths.items()}
     known = {store.place_key(halves, str(paths[halves]))}
     assert {ref for ref, _ in store.left_on_disk(known)} == {wholes, other}
     store.remove(halves, str(paths[halves]))
@@ -110,7 +110,7 @@ def test_a_token_is_not_written_to_disk_with_what_it_has_merged(root: Path) -> N
 
 
 def test_a_merge_is_as_private_as_its_parts_are_now_and_found_again_by_who_may_read_them(root: Path) -> None:
-    ref = merge_ref(OTHER, "small", weights=(0.5,))
+    ref = merge_ref(NAME, "small", "large", weights=(0.5, 0.5))
     path, store = make(new_store(root), ref), new_store(root)
     for is_private in (True, False, True):
         assert make(store, ref, is_private) == path
